@@ -1,0 +1,1 @@
+"""The policy: what the YAML says, checked, as values. Pure except for reading the file."""

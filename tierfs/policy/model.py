@@ -1,0 +1,89 @@
+"""What a checked policy file says, as frozen values. docs/POLICY.md describes every key."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+TierKind = Literal["memory", "dir"]
+Mode = Literal["auto", "passthrough", "userspace"]
+
+
+class Keep(enum.Enum):
+    """When a clean replica leaves a tier."""
+
+    WATERMARK = "watermark"
+    """Between the tier's high and low watermark, oldest close first (the default)."""
+    ALL = "all"
+    """Never."""
+    NONE = "none"
+    """As soon as a tier further down holds it durably."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """One tier. Sizes in bytes; ``high`` and ``low`` are fractions of the capacity (0..1]."""
+
+    name: str
+    kind: TierKind
+    path: Path | None
+    """Directory of the tier; None for a memory tier means tierfs mounts its own tmpfs."""
+    size: int | None
+    """Capacity; None means the whole filesystem below ``path``. Required for an own tmpfs."""
+    high: float
+    low: float
+    numa: tuple[int, ...] = ()
+    huge: str = "within_size"
+
+    @property
+    def persistent(self) -> bool:
+        """True when the tier's bytes survive a power cut once fsynced."""
+        return self.kind != "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How files whose path on the mount matches are treated. Tier names are checked by the loader."""
+
+    match: tuple[str, ...]
+    ack: str
+    close: str | None
+    """None: close() returns at once ("ack"); a tier's name: it waits until durable there."""
+    fsync: str | None
+    """None: fsync() covers the ack tier only ("ack"); a tier's name: until durable there."""
+    drain: str | None
+    """Name of the lowest tier the files go to; None keeps them on the ack tier ("none")."""
+    keep: dict[str, Keep]
+    """Per tier name; absent means WATERMARK."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    drain: int | None = None
+    """Bytes per second over all drains; None is unlimited."""
+    transfers: int = 4
+    """Files copied at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A whole policy file. ``tiers`` fastest first; the last one is the archive (layout tree)."""
+
+    source: str
+    mount: Path | None
+    mode: Mode
+    allow_other: bool
+    state: Path
+    tiers: tuple[TierConfig, ...]
+    rules: tuple[Rule, ...]
+    """The loader appends a catch-all, so that every path has a rule."""
+    limits: Limits
+
+    def tier(self, name: str) -> TierConfig:
+        """The tier called ``name``; KeyError when there is none (the loader rules that out)."""
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        raise KeyError(name)
