@@ -1,0 +1,402 @@
+"""Typed access to the catalog. Every method is synchronous and stands between two awaits of the
+daemon's event loop, so each is atomic there; `transaction` groups several into one commit.
+
+Commits do not fsync: the catalog's WAL lives in the page cache until `sync`, which is called
+where durability is promised. A crash of the daemon loses nothing, a power cut loses the tail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierfs.catalog.schema import FORMAT, SCHEMA
+from tierfs.errors import CatalogError
+from tierfs.types import ROOT_INO, Attributes, Ino, OpKind, Replica, ReplicaState
+
+REQUEST_RING = 4096
+_ATTRIBUTES = "ino, mode, uid, gid, nlink, rdev, size, atime_ns, mtime_ns, ctime_ns, version"
+_QUALIFIED = ", ".join(f"i.{column}" for column in _ATTRIBUTES.split(", "))
+_REPLICA = "ino, version, tier, state, key, size, digest"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One directory entry with what it names; ``cookie`` resumes a listing after it."""
+
+    cookie: int
+    name: bytes
+    attributes: Attributes
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One row of the oplog; the schema says what each field means for each kind."""
+
+    seq: int
+    kind: OpKind
+    ino: Ino
+    parent: Ino
+    name: bytes
+    arg: int
+    name2: bytes
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedName:
+    parent: Ino
+    name: bytes
+    ino: Ino
+    occupant: int
+
+
+def _replica(row: tuple[int, int, str, int, str, int, bytes | None]) -> Replica:
+    return Replica(Ino(row[0]), row[1], row[2], ReplicaState(row[3]), row[4], row[5], row[6])
+
+
+class Catalog:
+    """One open catalog. Not thread-safe: used from the event loop only."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the catalog at ``path``; CatalogError when it is damaged or foreign."""
+        self.path = path
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, cached_statements=512, check_same_thread=False)
+            run = self._db.execute
+            run("PRAGMA locking_mode=EXCLUSIVE")
+            run("PRAGMA journal_mode=WAL")
+            run("PRAGMA synchronous=OFF")
+            run("PRAGMA wal_autocheckpoint=0")
+            run("PRAGMA cache_size=-32768")
+            run("PRAGMA temp_store=MEMORY")
+            if not run("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
+                self._create()
+            (found,) = run("SELECT value FROM meta WHERE key='format'").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise CatalogError(f"catalog {path}: {error}") from error
+        if int(found) != FORMAT:
+            raise CatalogError(f"catalog {path} has format {found}, this tierfs reads format {FORMAT}")
+        self._run = self._db.execute
+
+    def _create(self) -> None:
+        now = time.time_ns()
+        self._db.executescript(f"BEGIN; {SCHEMA}")
+        self._db.execute("INSERT INTO meta VALUES ('format', ?), ('uuid', ?)", (str(FORMAT), str(uuid.uuid4())))
+        self._db.execute(
+            "INSERT INTO inodes VALUES (1, ?, 0, 0, 2, 0, 0, ?, ?, ?, 0, NULL)", (0o40755, now, now, now)
+        )
+        self._db.execute("COMMIT")
+
+    def close(self) -> None:
+        """Fold the WAL into the database file, on stable storage, and close."""
+        self.sync()
+        self._db.close()
+
+    def sync(self) -> None:
+        """Everything committed so far is on stable storage when this returns. Blocks on the disk."""
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        self._db.execute("PRAGMA synchronous=OFF")
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All changes inside are committed together, or none of them when the block raises."""
+        self._run("BEGIN")
+        try:
+            yield
+        except BaseException:
+            self._run("ROLLBACK")
+            raise
+        self._run("COMMIT")
+
+    def check(self) -> list[str]:
+        """SQLite's own integrity check; an empty list when it finds nothing."""
+        return [row[0] for row in self._run("PRAGMA integrity_check") if row[0] != "ok"]
+
+    # requests: exactly-once for what the kernel sends again after a restart
+
+    def record_request(self, request: int, ino: int = 0) -> None:
+        self._run("INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", (request % REQUEST_RING, request, ino))
+
+    def answered(self, request: int) -> int | None:
+        """The inode that an already committed request made (0: none), None when it never committed."""
+        row = self._run(
+            "SELECT ino FROM requests WHERE slot=? AND request=?", (request % REQUEST_RING, request)
+        ).fetchone()
+        return row[0] if row else None
+
+    def forget_requests(self) -> None:
+        """A new kernel connection numbers its requests from the start."""
+        self._run("DELETE FROM requests")
+
+    # inodes and names
+
+    def attributes(self, ino: int) -> Attributes | None:
+        row = self._run(f"SELECT {_ATTRIBUTES} FROM inodes WHERE ino=?", (ino,)).fetchone()
+        return Attributes(*row) if row else None
+
+    def lookup(self, parent: int, name: bytes) -> Attributes | None:
+        row = self._run(
+            f"SELECT {_QUALIFIED} FROM dentries d JOIN inodes i ON i.ino=d.ino WHERE d.parent=? AND d.name=?",
+            (parent, name),
+        ).fetchone()
+        return Attributes(*row) if row else None
+
+    def entries(self, parent: int, after: int, limit: int) -> list[Entry]:
+        """Up to ``limit`` entries whose cookie is above ``after``, in the order they were made."""
+        rows = self._run(
+            f"SELECT d.id, d.name, {_QUALIFIED} FROM dentries d JOIN inodes i ON i.ino=d.ino"
+            " WHERE d.parent=? AND d.id>? ORDER BY d.id LIMIT ?",
+            (parent, after, limit),
+        )
+        return [Entry(row[0], row[1], Attributes(*row[2:])) for row in rows]
+
+    def has_entries(self, parent: int) -> bool:
+        return self._run("SELECT 1 FROM dentries WHERE parent=? LIMIT 1", (parent,)).fetchone() is not None
+
+    def target(self, ino: int) -> bytes | None:
+        row = self._run("SELECT target FROM inodes WHERE ino=?", (ino,)).fetchone()
+        return row[0] if row else None
+
+    def path_of(self, ino: int) -> tuple[bytes, ...] | None:
+        """Names from the root to ``ino`` (one of them, if it has several); None when unlinked."""
+        names: list[bytes] = []
+        while ino != ROOT_INO:
+            row = self._run("SELECT parent, name FROM dentries WHERE ino=? LIMIT 1", (ino,)).fetchone()
+            if row is None:
+                return None
+            ino, name = row
+            names.append(name)
+        return tuple(reversed(names))
+
+    def resolve(self, path: tuple[bytes, ...]) -> Attributes | None:
+        """The inode at ``path``, symlinks not followed."""
+        found = self.attributes(ROOT_INO)
+        for name in path:
+            if found is None:
+                return None
+            found = self.lookup(found.ino, name)
+        return found
+
+    def subtree(self, ino: int) -> Iterator[Attributes]:
+        """Every regular file at or below ``ino``."""
+        top = self.attributes(ino)
+        if top is None:
+            return
+        if top.mode & 0o170000 == 0o100000:
+            yield top
+            return
+        rows = self._run(
+            "WITH RECURSIVE below(ino) AS (VALUES(?) UNION SELECT d.ino FROM dentries d JOIN below b ON d.parent=b.ino)"
+            f" SELECT {_QUALIFIED} FROM below b JOIN inodes i ON i.ino=b.ino WHERE i.mode & 61440 = 32768",
+            (ino,),
+        ).fetchall()
+        for row in rows:
+            yield Attributes(*row)
+
+    def add_inode(
+        self, mode: int, uid: int, gid: int, now: int, *, nlink: int = 1, rdev: int = 0, target: bytes | None = None
+    ) -> Attributes:
+        version = 1 if mode & 0o170000 == 0o100000 else 0
+        size = len(target) if target is not None else 0
+        cursor = self._run(
+            "INSERT INTO inodes VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (mode, uid, gid, nlink, rdev, size, now, now, now, version, target),
+        )
+        assert cursor.lastrowid is not None
+        return Attributes(Ino(cursor.lastrowid), mode, uid, gid, nlink, rdev, size, now, now, now, version)
+
+    def add_entry(self, parent: int, name: bytes, ino: int) -> None:
+        self._run("INSERT INTO dentries(parent, name, ino) VALUES (?, ?, ?)", (parent, name, ino))
+
+    def remove_entry(self, parent: int, name: bytes) -> None:
+        self._run("DELETE FROM dentries WHERE parent=? AND name=?", (parent, name))
+
+    def set_entry(self, parent: int, name: bytes, ino: int) -> None:
+        """Let an existing name point at another inode."""
+        self._run("UPDATE dentries SET ino=? WHERE parent=? AND name=?", (ino, parent, name))
+
+    def add_links(self, ino: int, change: int, now: int) -> None:
+        self._run("UPDATE inodes SET nlink=nlink+?, ctime_ns=? WHERE ino=?", (change, now, ino))
+
+    def set_links(self, ino: int, nlink: int, now: int) -> None:
+        self._run("UPDATE inodes SET nlink=?, ctime_ns=? WHERE ino=?", (nlink, now, ino))
+
+    def touch_directory(self, ino: int, now: int, links: int = 0) -> None:
+        self._run("UPDATE inodes SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE ino=?", (now, now, links, ino))
+
+    def set_attributes(self, new: Attributes) -> None:
+        """Write mode, owner, size and times of ``new`` (links and version have their own methods)."""
+        self._run(
+            "UPDATE inodes SET mode=?, uid=?, gid=?, size=?, atime_ns=?, mtime_ns=?, ctime_ns=? WHERE ino=?",
+            (new.mode, new.uid, new.gid, new.size, new.atime_ns, new.mtime_ns, new.ctime_ns, new.ino),
+        )
+
+    def orphans(self) -> list[int]:
+        return [row[0] for row in self._run("SELECT ino FROM inodes WHERE nlink=0")]
+
+    def drop_inodes(self, inos: list[int]) -> None:
+        self._db.executemany("DELETE FROM xattrs WHERE ino=?", [(ino,) for ino in inos])
+        self._db.executemany("DELETE FROM inodes WHERE ino=? AND nlink=0", [(ino,) for ino in inos])
+
+    def count_inodes(self) -> int:
+        row = self._run("SELECT COUNT(*) FROM inodes").fetchone()
+        return int(row[0])
+
+    # xattrs
+
+    def xattr(self, ino: int, name: bytes) -> bytes | None:
+        row = self._run("SELECT value FROM xattrs WHERE ino=? AND name=?", (ino, name)).fetchone()
+        return row[0] if row else None
+
+    def xattrs(self, ino: int) -> list[tuple[bytes, bytes]]:
+        return self._run("SELECT name, value FROM xattrs WHERE ino=?", (ino,)).fetchall()
+
+    def set_xattr(self, ino: int, name: bytes, value: bytes) -> None:
+        self._run("INSERT OR REPLACE INTO xattrs VALUES (?, ?, ?)", (ino, name, value))
+
+    def remove_xattr(self, ino: int, name: bytes) -> bool:
+        return self._run("DELETE FROM xattrs WHERE ino=? AND name=?", (ino, name)).rowcount > 0
+
+    # replicas
+
+    def replicas(self, ino: int) -> list[Replica]:
+        return [_replica(row) for row in self._run(f"SELECT {_REPLICA} FROM replicas WHERE ino=?", (ino,))]
+
+    def replica(self, ino: int, version: int, tier: str) -> Replica | None:
+        row = self._run(
+            f"SELECT {_REPLICA} FROM replicas WHERE ino=? AND version=? AND tier=?", (ino, version, tier)
+        ).fetchone()
+        return _replica(row) if row else None
+
+    def all_replicas(self) -> Iterator[Replica]:
+        for row in self._run(f"SELECT {_REPLICA} FROM replicas"):
+            yield _replica(row)
+
+    def open_replicas(self) -> list[Replica]:
+        rows = self._run(f"SELECT {_REPLICA} FROM replicas WHERE state=?", (int(ReplicaState.OPEN),))
+        return [_replica(row) for row in rows]
+
+    def put_replica(self, replica: Replica) -> None:
+        self._run(
+            "INSERT OR REPLACE INTO replicas VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                replica.ino,
+                replica.version,
+                replica.tier,
+                int(replica.state),
+                replica.key,
+                replica.size,
+                replica.digest,
+            ),
+        )
+
+    def remove_replica(self, replica: Replica) -> None:
+        self._run(
+            "DELETE FROM replicas WHERE ino=? AND version=? AND tier=?", (replica.ino, replica.version, replica.tier)
+        )
+
+    def begin_version(self, ino: int, version: int) -> None:
+        """``version`` becomes the current one; copies of older ones that were queued are moot."""
+        self._run("UPDATE inodes SET version=? WHERE ino=?", (version, ino))
+        self._run("DELETE FROM drains WHERE ino=?", (ino,))
+
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes of the replicas per tier name, as of their last close."""
+        return dict(self._run("SELECT tier, SUM(size) FROM replicas GROUP BY tier").fetchall())
+
+    # queues
+
+    def queue_drain(self, ino: int, version: int, tier: str) -> None:
+        self._run("INSERT INTO drains(ino, version, tier) VALUES (?, ?, ?)", (ino, version, tier))
+
+    def queued_drains(self, limit: int) -> list[tuple[int, Ino, int, str]]:
+        """(seq, ino, version, tier), oldest close first."""
+        return self._run("SELECT seq, ino, version, tier FROM drains ORDER BY seq LIMIT ?", (limit,)).fetchall()
+
+    def unqueue_drain(self, ino: int, version: int, tier: str) -> None:
+        self._run("DELETE FROM drains WHERE ino=? AND version=? AND tier=?", (ino, version, tier))
+
+    def log(
+        self, kind: OpKind, ino: int, now: int, *, parent: int = 0, name: bytes = b"", arg: int = 0, name2: bytes = b""
+    ) -> None:
+        """Append to the oplog; the archive follows in this order."""
+        self._run(
+            "INSERT INTO oplog(kind, ino, parent, name, arg, name2, at_ns) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (int(kind), ino, parent, name, arg, name2, now),
+        )
+
+    def operations(self, limit: int) -> list[Operation]:
+        rows = self._run(
+            "SELECT seq, kind, ino, parent, name, arg, name2, at_ns FROM oplog ORDER BY seq LIMIT ?", (limit,)
+        )
+        return [
+            Operation(row[0], OpKind(row[1]), Ino(row[2]), Ino(row[3]), row[4], row[5], row[6] or b"", row[7])
+            for row in rows
+        ]
+
+    def contents(self, limit: int) -> list[Operation]:
+        """The oldest CONTENT operations, whatever stands between them."""
+        rows = self._run(
+            "SELECT seq, kind, ino, parent, name, arg, name2, at_ns FROM oplog WHERE kind=5 ORDER BY seq LIMIT ?",
+            (limit,),
+        )
+        return [
+            Operation(row[0], OpKind(row[1]), Ino(row[2]), Ino(row[3]), row[4], row[5], row[6] or b"", row[7])
+            for row in rows
+        ]
+
+    def has_content_queued(self, ino: int, version: int) -> bool:
+        row = self._run("SELECT 1 FROM oplog WHERE kind=5 AND ino=? AND arg=?", (ino, version)).fetchone()
+        return row is not None
+
+    def drop_operations(self, through: int) -> None:
+        self._run("DELETE FROM oplog WHERE seq<=?", (through,))
+
+    def last_operation(self) -> int:
+        """Sequence number of the newest operation, 0 when the oplog is empty."""
+        row = self._run("SELECT MAX(seq) FROM oplog").fetchone()
+        return row[0] or 0
+
+    def backlog(self) -> tuple[int, int, int]:
+        """(files, bytes, oldest close in ns) whose current version is not on the archive yet; oldest 0 if none."""
+        row = self._run(
+            "SELECT COUNT(*), COALESCE(SUM(i.size), 0), COALESCE(MIN(o.at_ns), 0) FROM oplog o"
+            " JOIN inodes i ON i.ino=o.ino AND i.version=o.arg AND i.nlink>0 WHERE o.kind=5"
+        ).fetchone()
+        return row[0], row[1], row[2]
+
+    # the archive's namespace
+
+    def published(self, parent: int, name: bytes) -> PublishedName | None:
+        row = self._run(
+            "SELECT parent, name, ino, occupant FROM published WHERE parent=? AND name=?", (parent, name)
+        ).fetchone()
+        return PublishedName(*row) if row else None
+
+    def published_names(self, ino: int) -> list[PublishedName]:
+        rows = self._run("SELECT parent, name, ino, occupant FROM published WHERE ino=?", (ino,))
+        return [PublishedName(*row) for row in rows]
+
+    def put_published(self, parent: int, name: bytes, ino: int, occupant: int) -> None:
+        self._run("INSERT OR REPLACE INTO published VALUES (?, ?, ?, ?)", (parent, name, ino, occupant))
+
+    def remove_published(self, parent: int, name: bytes) -> None:
+        self._run("DELETE FROM published WHERE parent=? AND name=?", (parent, name))
+
+    def published_path(self, parent: int, name: bytes) -> tuple[bytes, ...] | None:
+        """Names from the archive's root; None when a directory above is not published."""
+        names = [name]
+        while parent != ROOT_INO:
+            row = self._run("SELECT parent, name FROM published WHERE ino=? LIMIT 1", (parent,)).fetchone()
+            if row is None:
+                return None
+            parent, above = row
+            names.append(above)
+        return tuple(reversed(names))

@@ -1,0 +1,92 @@
+"""Catalog format 1. The comment at each column is the authority on its meaning and sentinels."""
+
+from __future__ import annotations
+
+FORMAT = 1
+
+SCHEMA = """
+CREATE TABLE meta (
+    key   TEXT PRIMARY KEY,             -- 'format', 'uuid'
+    value TEXT NOT NULL
+) WITHOUT ROWID;
+
+CREATE TABLE inodes (
+    ino      INTEGER PRIMARY KEY AUTOINCREMENT,  -- 1 is the root; never reused
+    mode     INTEGER NOT NULL,          -- type and permission bits
+    uid      INTEGER NOT NULL,
+    gid      INTEGER NOT NULL,
+    nlink    INTEGER NOT NULL,          -- 0: unlinked, row kept until the kernel forgets it
+    rdev     INTEGER NOT NULL,
+    size     INTEGER NOT NULL,          -- bytes at the last close; stale while open for writing
+    atime_ns INTEGER NOT NULL,
+    mtime_ns INTEGER NOT NULL,          -- at the last close; stale while open for writing
+    ctime_ns INTEGER NOT NULL,
+    version  INTEGER NOT NULL,          -- current version; 0 unless a regular file
+    target   BLOB                       -- symlinks only
+);
+CREATE INDEX inodes_orphans ON inodes(ino) WHERE nlink = 0;
+
+CREATE TABLE dentries (
+    id     INTEGER PRIMARY KEY AUTOINCREMENT,    -- the readdir cookie: grows, never reused
+    parent INTEGER NOT NULL,
+    name   BLOB NOT NULL,
+    ino    INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX dentries_by_name ON dentries(parent, name);
+CREATE INDEX dentries_by_parent ON dentries(parent, id);
+CREATE INDEX dentries_by_ino ON dentries(ino);
+
+CREATE TABLE xattrs (
+    ino   INTEGER NOT NULL,
+    name  BLOB NOT NULL,                -- with its 'user.' prefix
+    value BLOB NOT NULL,
+    PRIMARY KEY (ino, name)
+) WITHOUT ROWID;
+
+CREATE TABLE replicas (
+    ino      INTEGER NOT NULL,
+    version  INTEGER NOT NULL,
+    tier     TEXT NOT NULL,
+    state    INTEGER NOT NULL,          -- types.ReplicaState
+    key      TEXT NOT NULL,             -- file within the tier; '' on the archive, which has names
+    size     INTEGER NOT NULL,          -- bytes; stale while state is OPEN
+    digest   BLOB,                      -- NULL until computed
+    PRIMARY KEY (ino, version, tier)
+) WITHOUT ROWID;
+
+CREATE TABLE drains (
+    seq     INTEGER PRIMARY KEY AUTOINCREMENT,   -- order of close
+    ino     INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    tier    TEXT NOT NULL               -- destination; never the archive, whose queue is the oplog
+);
+CREATE INDEX drains_by_ino ON drains(ino);
+
+CREATE TABLE oplog (
+    seq    INTEGER PRIMARY KEY AUTOINCREMENT,    -- the order in which the archive replays
+    kind   INTEGER NOT NULL,            -- types.OpKind
+    ino    INTEGER NOT NULL,            -- subject; EXCHANGE: what was at (parent, name)
+    parent INTEGER NOT NULL,            -- 0 for CONTENT and ATTRIBUTES
+    name   BLOB NOT NULL,               -- b'' for CONTENT and ATTRIBUTES
+    arg    INTEGER NOT NULL,            -- LINK, UNLINK: mode; CONTENT: version; RENAME, EXCHANGE: new parent
+    name2  BLOB,                        -- RENAME, EXCHANGE: new name
+    at_ns  INTEGER NOT NULL             -- wall clock, for settling and ages
+);
+CREATE INDEX oplog_content ON oplog(ino) WHERE kind = 5;
+
+CREATE TABLE published (
+    parent   INTEGER NOT NULL,          -- the namespace as the archive has it, behind the mount's
+    name     BLOB NOT NULL,
+    ino      INTEGER NOT NULL,
+    occupant INTEGER NOT NULL,          -- inode whose object stands at this name; 0: nothing yet;
+                                        -- another than ino: replaced, kept until ino's content comes
+    PRIMARY KEY (parent, name)
+) WITHOUT ROWID;
+CREATE INDEX published_by_ino ON published(ino);
+
+CREATE TABLE requests (
+    slot    INTEGER PRIMARY KEY,        -- request modulo the ring's size
+    request INTEGER NOT NULL,           -- the keeper's request id
+    ino     INTEGER NOT NULL            -- inode the request made; 0 when it made none
+);
+"""
