@@ -1,0 +1,187 @@
+"""The filesystem: what each operation does, knowing neither pyfuse3 nor how copies are made."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+import trio
+
+from tierfs.catalog import Catalog
+from tierfs.errors import FsError
+from tierfs.fs.caller import Caller
+from tierfs.fs.namespace import Namespace
+from tierfs.fs.open_files import Handle, OpenFiles
+from tierfs.types import Attributes, OpKind
+
+XATTR_SIZE_MAX = 65536
+XATTR_LIST_MAX = 65536
+VIRTUAL = b"user.tierfs."
+FLUSH_XATTR = b"user.tierfs.flush"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What setattr is to change; None leaves a field alone. Times in ns, size in bytes."""
+
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    size: int | None = None
+    atime_ns: int | None = None
+    mtime_ns: int | None = None
+
+
+@dataclass
+class Filesystem:
+    catalog: Catalog
+    names: Namespace
+    files: OpenFiles
+    wait_durable: Callable[[int, int, str], Awaitable[None]]
+    """(ino, version, tier): returns when that version, or a newer one, is durable at the tier or below."""
+    describe: Callable[[Attributes], dict[bytes, bytes]]
+    """The read-only user.tierfs.* attributes of a regular file."""
+
+    # attributes
+
+    async def set_attributes(self, ino: int, change: Change, caller: Caller) -> Attributes:
+        """chmod, chown, truncate and utimensat. Permissions were checked by the kernel."""
+        if self.names.answered(caller) is not None:
+            return self.names.attributes(ino)
+        if change.size is not None:
+            attributes = self.names.attributes(ino)
+            if stat.S_ISDIR(attributes.mode):
+                raise FsError(errno.EISDIR)
+            await self.files.truncate(ino, change.size)
+        attributes = self.names.attributes(ino)
+        new = replace(
+            attributes,
+            mode=attributes.mode if change.mode is None else stat.S_IFMT(attributes.mode) | stat.S_IMODE(change.mode),
+            uid=attributes.uid if change.uid is None else change.uid,
+            gid=attributes.gid if change.gid is None else change.gid,
+            atime_ns=attributes.atime_ns if change.atime_ns is None else change.atime_ns,
+            mtime_ns=attributes.mtime_ns if change.mtime_ns is None else change.mtime_ns,
+            ctime_ns=time.time_ns(),
+        )
+        inode = self.files.inodes.get(ino)
+        if inode is not None and change.mtime_ns is not None:
+            os.utime(inode.fd, ns=(new.atime_ns, new.mtime_ns))
+        with self.catalog.transaction():
+            self.catalog.set_attributes(new)
+            if change != Change(size=change.size):
+                self.catalog.log(OpKind.ATTRIBUTES, ino, new.ctime_ns)
+            if caller.request is not None:
+                self.catalog.record_request(caller.request, ino)
+        self.files.changed()
+        return self.names.current(new)
+
+    # handles
+
+    def handle(self, fh: int) -> Handle:
+        try:
+            return self.files.handles[fh]
+        except KeyError:
+            raise FsError(errno.EBADF) from None
+
+    def read(self, fh: int, offset: int, length: int) -> bytes:
+        return os.pread(self.handle(fh).inode.fd, length, offset)
+
+    def write(self, fh: int, offset: int, data: bytes) -> int:
+        fd = self.handle(fh).inode.fd
+        done = os.pwrite(fd, data, offset)
+        while done < len(data):
+            try:
+                done += os.pwrite(fd, data[done:], offset + done)
+            except OSError:
+                break
+        return done
+
+    async def flush(self, fh: int) -> None:
+        """A descriptor was closed. Waits where the rule's ``close`` names a tier."""
+        handle = self.handle(fh)
+        if handle.writes and handle.inode.rule.close is not None:
+            version = self.files.take_snapshot(handle.inode)
+            await self.wait_durable(handle.inode.ino, version, handle.inode.rule.close)
+
+    async def fsync(self, fh: int) -> None:
+        """Waits for the tier that the rule's ``fsync`` names; else for the ack tier's own fsync."""
+        inode = self.handle(fh).inode
+        tier = inode.rule.fsync
+        if tier is not None:
+            version = self.files.take_snapshot(inode) if inode.writers else inode.replica.version
+            await self.wait_durable(inode.ino, version, tier)
+        elif self.files.policy.tier(inode.replica.tier).persistent:
+            await trio.to_thread.run_sync(os.fsync, inode.fd)
+            self.catalog.sync()
+
+    async def fsync_directory(self) -> None:
+        """Namespace changes are as safe as their ack tier; on a persistent one the catalog is synced."""
+        if not any(tier.kind == "memory" for tier in self.files.policy.tiers):
+            self.catalog.sync()
+
+    # extended attributes
+
+    def get_xattr(self, ino: int, name: bytes) -> bytes:
+        if name.startswith(VIRTUAL):
+            virtual = self.describe(self.names.attributes(ino))
+            if name in virtual:
+                return virtual[name]
+            raise FsError(errno.ENODATA)
+        value = self.catalog.xattr(ino, name)
+        if value is None:
+            raise FsError(errno.ENODATA)
+        return value
+
+    def list_xattrs(self, ino: int) -> list[bytes]:
+        return [name for name, _ in self.catalog.xattrs(ino)]
+
+    async def set_xattr(self, ino: int, name: bytes, value: bytes, caller: Caller) -> None:
+        if name == FLUSH_XATTR:
+            await self._flush_request(ino)
+            return
+        self._check_writable(name)
+        if self.names.answered(caller) is not None:
+            return
+        if len(value) > XATTR_SIZE_MAX:
+            raise FsError(errno.E2BIG)
+        others = sum(len(n) + len(v) for n, v in self.catalog.xattrs(ino) if n != name)
+        if others + len(name) + len(value) > XATTR_LIST_MAX * 4:
+            raise FsError(errno.ENOSPC)
+        with self.catalog.transaction():
+            self.catalog.set_xattr(ino, name, value)
+            self._touched(ino, caller)
+
+    def remove_xattr(self, ino: int, name: bytes, caller: Caller) -> None:
+        self._check_writable(name)
+        if self.names.answered(caller) is not None:
+            return
+        with self.catalog.transaction():
+            if not self.catalog.remove_xattr(ino, name):
+                raise FsError(errno.ENODATA)
+            self._touched(ino, caller)
+
+    def _check_writable(self, name: bytes) -> None:
+        if not name.startswith(b"user."):
+            raise FsError(errno.EOPNOTSUPP)
+        if name.startswith(VIRTUAL):
+            raise FsError(errno.EPERM)
+
+    def _touched(self, ino: int, caller: Caller) -> None:
+        now = time.time_ns()
+        self.catalog.add_links(ino, 0, now)
+        self.catalog.log(OpKind.ATTRIBUTES, ino, now)
+        if caller.request is not None:
+            self.catalog.record_request(caller.request)
+        self.files.changed()
+
+    async def _flush_request(self, ino: int) -> None:
+        attributes = self.names.attributes(ino)
+        if not stat.S_ISREG(attributes.mode):
+            raise FsError(errno.EOPNOTSUPP)
+        inode = self.files.inodes.get(ino)
+        version = self.files.take_snapshot(inode) if inode and inode.writers else attributes.version
+        await self.wait_durable(ino, version, self.files.policy.tiers[-1].name)

@@ -1,0 +1,318 @@
+"""Names: lookup, creation, links, removal, rename and listing. Each change is one transaction,
+together with its place in the oplog and, under a keeper, the id of the kernel's request."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from tierfs.catalog import Catalog, Entry
+from tierfs.errors import FsError
+from tierfs.fs.caller import Caller
+from tierfs.fs.open_files import OpenFiles, role_of
+from tierfs.types import ROOT_INO, Attributes, OpKind
+
+NAME_MAX = 255
+LINK_MAX = 65000
+RESERVED_AT_ROOT = b".tierfs"
+"""Name at the mount's root that the archive keeps for itself."""
+
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+
+
+@dataclass
+class Namespace:
+    catalog: Catalog
+    files: OpenFiles
+    orphans: set[int] = field(default_factory=set)
+    """Inodes without a name that the kernel still knows; their rows go when it forgets them."""
+
+    def attributes(self, ino: int) -> Attributes:
+        """What stat shows now: from the backing file while the inode is open for writing."""
+        attributes = self.catalog.attributes(ino)
+        if attributes is None:
+            raise FsError(errno.ENOENT)
+        return self.current(attributes)
+
+    def current(self, attributes: Attributes) -> Attributes:
+        """``attributes`` with size and times of the backing file while it is open for writing."""
+        inode = self.files.inodes.get(attributes.ino)
+        if inode is None or not inode.writers:
+            return attributes
+        status = os.fstat(inode.fd)
+        return replace(
+            attributes,
+            size=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            ctime_ns=max(attributes.ctime_ns, status.st_mtime_ns),
+        )
+
+    def lookup(self, parent: int, name: bytes) -> Attributes | None:
+        """None when there is no such entry, which the kernel may remember."""
+        if len(name) > NAME_MAX:
+            raise FsError(errno.ENAMETOOLONG)
+        if name == b"..":
+            path = self.catalog.path_of(parent)
+            above = self.catalog.resolve(path[:-1]) if path is not None else None
+            return self.attributes(above.ino if above else ROOT_INO)
+        if name == b".":
+            return self.attributes(parent)
+        found = self.catalog.lookup(parent, name)
+        return self.current(found) if found else None
+
+    def entries(self, parent: int, after: int, limit: int) -> list[Entry]:
+        """Entries in the order they were made, so that a listing neither skips nor repeats while it changes."""
+        found = self.catalog.entries(parent, after, limit)
+        if not self.files.inodes:
+            return found
+        return [replace(entry, attributes=self.current(entry.attributes)) for entry in found]
+
+    # making
+
+    def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[int, Attributes]:
+        """Create and open a regular file: (handle, attributes). FsError EEXIST when the name is taken."""
+        directory = self._place(parent, name)
+        now = time.time_ns()
+        path = self.catalog.path_of(parent)
+        path = (*path, name) if path is not None else None
+        number, rule = self.files.rule_of(path)
+        role = role_of(number, path)
+        made: list[tuple[str, str, int]] = []
+        try:
+            with self._change(caller) as record:
+                uid, gid, mode = _ownership(directory, stat.S_IFREG | stat.S_IMODE(mode), caller)
+                attributes = self.catalog.add_inode(mode, uid, gid, now)
+                replica, fd = self.files.create_replica(attributes.ino, 1, rule, role)
+                made.append((replica.tier, replica.key, fd))
+                self.catalog.put_replica(replica)
+                self._enter(directory, name, attributes, now)
+                record(attributes.ino)
+        except BaseException:
+            for tier, key, fd in made:
+                os.close(fd)
+                self.files.discard(tier, key)
+            raise
+        inode = self.files.attach(replica, fd, rule, role)
+        return self.files.add_handle(inode, flags), self.current(attributes)
+
+    def make(
+        self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes | None = None
+    ) -> Attributes:
+        """mkdir, symlink and mknod: the type comes with ``mode``."""
+        kind = stat.S_IFMT(mode)
+        if kind == stat.S_IFREG:
+            fh, attributes = self.create(parent, name, mode, os.O_WRONLY, caller)
+            self.files.release(fh)
+            return attributes
+        directory = self._place(parent, name)
+        now = time.time_ns()
+        with self._change(caller) as record:
+            uid, gid, mode = _ownership(directory, mode, caller)
+            links = 2 if kind == stat.S_IFDIR else 1
+            attributes = self.catalog.add_inode(mode, uid, gid, now, nlink=links, rdev=rdev, target=target)
+            self._enter(directory, name, attributes, now)
+            record(attributes.ino)
+        return attributes
+
+    def link(self, ino: int, parent: int, name: bytes, caller: Caller) -> Attributes:
+        attributes = self.attributes(ino)
+        if stat.S_ISDIR(attributes.mode):
+            raise FsError(errno.EPERM)
+        if attributes.nlink == 0:
+            raise FsError(errno.ENOENT)
+        if attributes.nlink >= LINK_MAX:
+            raise FsError(errno.EMLINK)
+        directory = self._place(parent, name)
+        now = time.time_ns()
+        with self._change(caller) as record:
+            self.catalog.add_links(ino, 1, now)
+            self._enter(directory, name, attributes, now)
+            record(ino)
+        return replace(attributes, nlink=attributes.nlink + 1, ctime_ns=now)
+
+    def _place(self, parent: int, name: bytes) -> Attributes:
+        if len(name) > NAME_MAX:
+            raise FsError(errno.ENAMETOOLONG)
+        directory = self._directory(parent)
+        if parent == ROOT_INO and name == RESERVED_AT_ROOT:
+            raise FsError(errno.EPERM, "this name is reserved for the archive")
+        if self.catalog.lookup(parent, name) is not None:
+            raise FsError(errno.EEXIST)
+        return directory
+
+    def _directory(self, ino: int) -> Attributes:
+        directory = self.catalog.attributes(ino)
+        if directory is None or directory.nlink == 0:
+            raise FsError(errno.ENOENT)
+        if not stat.S_ISDIR(directory.mode):
+            raise FsError(errno.ENOTDIR)
+        return directory
+
+    def _enter(self, directory: Attributes, name: bytes, child: Attributes, now: int) -> None:
+        self.catalog.add_entry(directory.ino, name, child.ino)
+        self.catalog.touch_directory(directory.ino, now, 1 if stat.S_ISDIR(child.mode) else 0)
+        self.catalog.log(OpKind.LINK, child.ino, now, parent=directory.ino, name=name, arg=child.mode)
+        if not stat.S_ISREG(child.mode):
+            self.files.changed()
+
+    # removing
+
+    def unlink(self, parent: int, name: bytes, caller: Caller) -> None:
+        child = self._child(parent, name)
+        if stat.S_ISDIR(child.mode):
+            raise FsError(errno.EISDIR)
+        with self._change(caller) as record:
+            self._remove(parent, name, child, time.time_ns())
+            record(0)
+
+    def rmdir(self, parent: int, name: bytes, caller: Caller) -> None:
+        child = self._child(parent, name)
+        if not stat.S_ISDIR(child.mode):
+            raise FsError(errno.ENOTDIR)
+        if self.catalog.has_entries(child.ino):
+            raise FsError(errno.ENOTEMPTY)
+        with self._change(caller) as record:
+            self._remove(parent, name, child, time.time_ns())
+            record(0)
+
+    def _child(self, parent: int, name: bytes) -> Attributes:
+        child = self.catalog.lookup(parent, name)
+        if child is None:
+            raise FsError(errno.ENOENT)
+        return child
+
+    def _remove(self, parent: int, name: bytes, child: Attributes, now: int) -> None:
+        """Take the entry out; the content goes with the last name and the last handle."""
+        self.catalog.remove_entry(parent, name)
+        self._unname(child, now)
+        self.catalog.touch_directory(parent, now, -1 if stat.S_ISDIR(child.mode) else 0)
+        self.catalog.log(OpKind.UNLINK, child.ino, now, parent=parent, name=name, arg=child.mode)
+        self.files.changed()
+
+    def _unname(self, child: Attributes, now: int) -> None:
+        """``child`` loses one name."""
+        links = 0 if stat.S_ISDIR(child.mode) else child.nlink - 1
+        self.catalog.set_links(child.ino, links, now)
+        if links == 0:
+            self.orphans.add(child.ino)
+            if stat.S_ISREG(child.mode) and child.ino not in self.files.inodes:
+                self.files.remove_content(child.ino)
+
+    def forget(self, inos: list[int]) -> None:
+        """The kernel no longer knows these inodes: drop the rows of those that have no name."""
+        gone = [ino for ino in inos if ino in self.orphans and ino not in self.files.inodes]
+        if gone:
+            with self.catalog.transaction():
+                self.catalog.drop_inodes(gone)
+            self.orphans.difference_update(gone)
+
+    # renaming
+
+    def rename(self, parent: int, name: bytes, parent2: int, name2: bytes, flags: int, caller: Caller) -> None:
+        """rename(2), with RENAME_NOREPLACE and RENAME_EXCHANGE."""
+        if len(name2) > NAME_MAX:
+            raise FsError(errno.ENAMETOOLONG)
+        if parent2 == ROOT_INO and name2 == RESERVED_AT_ROOT:
+            raise FsError(errno.EPERM)
+        moved = self._child(parent, name)
+        self._directory(parent2)
+        other = self.catalog.lookup(parent2, name2)
+        if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE):
+            raise FsError(errno.EINVAL)
+        if flags & RENAME_NOREPLACE and other is not None:
+            raise FsError(errno.EEXIST)
+        if flags & RENAME_EXCHANGE and other is None:
+            raise FsError(errno.ENOENT)
+        if other is not None and other.ino == moved.ino:
+            return
+        now = time.time_ns()
+        with self._change(caller) as record:
+            if flags & RENAME_EXCHANGE and other is not None:
+                self._exchange(parent, name, moved, parent2, name2, other, now)
+            else:
+                self._move(parent, name, moved, parent2, name2, other, now)
+            record(0)
+        self.files.changed()
+
+    def _move(
+        self,
+        parent: int,
+        name: bytes,
+        moved: Attributes,
+        parent2: int,
+        name2: bytes,
+        other: Attributes | None,
+        now: int,
+    ) -> None:
+        directory = stat.S_ISDIR(moved.mode)
+        self.catalog.remove_entry(parent, name)
+        if other is not None:
+            if stat.S_ISDIR(other.mode):
+                if not directory:
+                    raise FsError(errno.EISDIR)
+                if self.catalog.has_entries(other.ino):
+                    raise FsError(errno.ENOTEMPTY)
+            elif directory:
+                raise FsError(errno.ENOTDIR)
+            self.catalog.set_entry(parent2, name2, moved.ino)
+            self._unname(other, now)
+        else:
+            self.catalog.add_entry(parent2, name2, moved.ino)
+        replaced_directory = other is not None and stat.S_ISDIR(other.mode)
+        self.catalog.touch_directory(parent, now, -1 if directory else 0)
+        self.catalog.touch_directory(parent2, now, int(directory) - int(replaced_directory))
+        self.catalog.add_links(moved.ino, 0, now)
+        self.catalog.log(OpKind.RENAME, moved.ino, now, parent=parent, name=name, arg=parent2, name2=name2)
+
+    def _exchange(
+        self, parent: int, name: bytes, a: Attributes, parent2: int, name2: bytes, b: Attributes, now: int
+    ) -> None:
+        self.catalog.set_entry(parent, name, b.ino)
+        self.catalog.set_entry(parent2, name2, a.ino)
+        shift = int(stat.S_ISDIR(b.mode)) - int(stat.S_ISDIR(a.mode)) if parent != parent2 else 0
+        self.catalog.touch_directory(parent, now, shift)
+        self.catalog.touch_directory(parent2, now, -shift)
+        self.catalog.add_links(a.ino, 0, now)
+        self.catalog.add_links(b.ino, 0, now)
+        self.catalog.log(OpKind.EXCHANGE, a.ino, now, parent=parent, name=name, arg=parent2, name2=name2)
+
+    # exactly once
+
+    @contextmanager
+    def _change(self, caller: Caller) -> Iterator[_Record]:
+        """One transaction that carries the request's id, so that the kernel's resend of it is recognised."""
+        with self.catalog.transaction():
+            yield _Record(self.catalog, caller.request)
+
+    def answered(self, caller: Caller) -> int | None:
+        """For a resent request that a former daemon committed: the inode it made (0: none)."""
+        if caller.resent and caller.request is not None:
+            return self.catalog.answered(caller.request)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    catalog: Catalog
+    request: int | None
+
+    def __call__(self, ino: int) -> None:
+        if self.request is not None:
+            self.catalog.record_request(self.request, ino)
+
+
+def _ownership(directory: Attributes, mode: int, caller: Caller) -> tuple[int, int, int]:
+    """(uid, gid, mode) of a new child: a setgid directory passes on its group, and itself to directories."""
+    if directory.mode & stat.S_ISGID:
+        if stat.S_ISDIR(mode):
+            mode |= stat.S_ISGID
+        return caller.uid, directory.gid, mode
+    return caller.uid, caller.gid, mode
+
+

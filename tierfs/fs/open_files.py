@@ -1,0 +1,419 @@
+"""Open files: one backing file per open inode, its handles, and the life of a version.
+
+Invariants:
+- All handles of an inode share one backing descriptor (and, with passthrough, one backing id):
+  the fastest local replica of the current version at the first open. Nothing removes it or adds a faster
+  one while the inode is open.
+- While any handle may write, the current version is OPEN: its size and times are the backing file's.
+- `close_version` runs once per OPEN version: at the last release of a writer, or when a new daemon
+  finds a version OPEN that nobody has open.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import trio
+
+from tierfs.catalog import Catalog
+from tierfs.errors import FsError
+from tierfs.fs.space import Space
+from tierfs.policy.match import RuleMatcher
+from tierfs.policy.model import Policy, Rule
+from tierfs.types import Attributes, Ino, OpKind, Replica, ReplicaState
+
+NOFLUSH = 1 << 63
+"""Bit of a handle that asks the keeper to spare this file's FLUSH requests."""
+
+_SERIAL_MASK = (1 << 30) - 1
+
+
+class LocalStore(Protocol):
+    """What this module needs of tiers.base.ReplicaStore."""
+
+    def create(self, key: str) -> int: ...
+    def open(self, key: str) -> int: ...
+    def remove(self, key: str) -> None: ...
+
+
+class Backing(Protocol):
+    """What this module needs of fuse.backing.BackingIds."""
+
+    def open(self, fd: int) -> int: ...
+    def close(self, backing_id: int) -> None: ...
+
+
+@dataclass
+class OpenInode:
+    ino: Ino
+    fd: int
+    replica: Replica
+    backing_id: int
+    rule: Rule
+    role: tuple[int, bytes]
+    readers: int = 0
+    writers: int = 0
+    snapshot: tuple[int, int] | None = None
+    """(size, mtime_ns) when fsync or close made the version durable while it stayed open for writing."""
+
+
+@dataclass
+class Handle:
+    inode: OpenInode
+    flags: int
+
+    @property
+    def writes(self) -> bool:
+        return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+
+@dataclass
+class OpenFiles:
+    catalog: Catalog
+    policy: Policy
+    stores: Mapping[str, LocalStore]
+    """Every tier but the archive, fastest first."""
+    matcher: RuleMatcher
+    space: Space
+    backing: Backing | None
+    recall: Callable[[Attributes, str], Awaitable[Replica]]
+    """Bring the current version to the named tier (or a slower one, if full) and return the replica there."""
+    changed: Callable[[], None]
+    """Called after a close or removal gave the migrator something to do."""
+    discard: Callable[[str, str], None]
+    """(tier, key): remove these bytes soon."""
+    inodes: dict[int, OpenInode] = field(default_factory=dict)
+    handles: dict[int, Handle] = field(default_factory=dict)
+    _locks: dict[int, tuple[trio.Lock, list[int]]] = field(default_factory=dict)
+    _serial: int = 0
+    _keys: int = field(default_factory=lambda: time.time_ns() >> 10)
+
+    # rules and names
+
+    def rule_of(self, path: tuple[bytes, ...] | None) -> tuple[int, Rule]:
+        return self.matcher.rule_for(b"/".join(path or ()))
+
+    def new_key(self, ino: int) -> str:
+        """A replica file name never used before on any tier."""
+        self._keys += 1
+        return f"{ino:x}-{self._keys:x}"
+
+    def ack_tiers(self, rule: Rule) -> list[str]:
+        """Local tiers a file of this rule may be written to: the ack tier, then slower ones."""
+        names = list(self.stores)
+        return names[names.index(rule.ack) :] if rule.ack in names else names
+
+    # creating and opening
+
+    def create_replica(self, ino: Ino, version: int, rule: Rule, role: tuple[int, bytes]) -> tuple[Replica, int]:
+        """A new empty OPEN replica on the ack tier, or one lower when that is full: (replica, descriptor)."""
+        tiers = self.ack_tiers(rule)
+        chosen = self.space.choose(tiers, self.space.learned.expect(role))
+        for tier in tiers[tiers.index(chosen) :]:
+            key = self.new_key(ino)
+            try:
+                fd = self.stores[tier].create(key)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT) and tier != tiers[-1]:
+                    continue
+                raise
+            return Replica(ino, version, tier, ReplicaState.OPEN, key, 0, None), fd
+        raise FsError(errno.ENOSPC)
+
+    def attach(self, replica: Replica, fd: int, rule: Rule, role: tuple[int, bytes]) -> OpenInode:
+        """Make ``fd`` the backing file of an inode that nobody has open."""
+        backing_id = self.backing.open(fd) if self.backing else 0
+        inode = OpenInode(replica.ino, fd, replica, backing_id, rule, role)
+        self.inodes[replica.ino] = inode
+        return inode
+
+    def add_handle(self, inode: OpenInode, flags: int) -> int:
+        """A new handle of an attached inode; the low half is the backing id."""
+        self._serial = (self._serial + 1) & _SERIAL_MASK
+        fh = self._serial << 32 | inode.backing_id
+        writes = flags & os.O_ACCMODE != os.O_RDONLY
+        if not writes or inode.rule.close is None:
+            fh |= NOFLUSH
+        self.handles[fh] = Handle(inode, flags)
+        if writes:
+            inode.writers += 1
+        else:
+            inode.readers += 1
+        return fh
+
+    async def open(self, ino: int, flags: int) -> int:
+        """Open for reading or writing, recalling the bytes first when no local tier has them."""
+        async with self._locked(ino):
+            inode = await self._ensure_open(ino, flags & os.O_ACCMODE != os.O_RDONLY, bool(flags & os.O_TRUNC))
+            return self.add_handle(inode, flags)
+
+    async def truncate(self, ino: int, size: int) -> None:
+        """Set the size of a file, open or not."""
+        async with self._locked(ino):
+            inode = await self._ensure_open(ino, True, size == 0)
+            try:
+                os.ftruncate(inode.fd, size)
+            finally:
+                inode.writers += 1
+                self._drop(inode, writes=True)
+
+    async def _ensure_open(self, ino: int, writes: bool, truncate: bool) -> OpenInode:
+        attributes = self.catalog.attributes(ino)
+        if attributes is None:
+            raise FsError(errno.ENOENT)
+        inode = self.inodes.get(ino)
+        if inode is None:
+            inode = await self._open_replica(attributes, writes, truncate)
+        elif writes:
+            if inode.replica.state is not ReplicaState.OPEN:
+                self._begin_version(inode)
+            if truncate:
+                os.ftruncate(inode.fd, 0)
+        return inode
+
+    async def _open_replica(self, attributes: Attributes, writes: bool, truncate: bool) -> OpenInode:
+        ino = attributes.ino
+        path = self.catalog.path_of(ino)
+        number, rule = self.rule_of(path)
+        role = role_of(number, path)
+        if writes and truncate:
+            return self._replace(attributes, rule, role)
+        local = self.local_replica(attributes)
+        if local is None or (writes and local.tier not in self.ack_tiers(rule)[:1] and self._must_keep(local, rule)):
+            local = await self.recall(attributes, rule.ack)
+        inode = self.attach(local, self.stores[local.tier].open(local.key), rule, role)
+        if writes:
+            self._begin_version(inode)
+        return inode
+
+    def _must_keep(self, local: Replica, rule: Rule) -> bool:
+        """Whether writing into this replica would destroy a durable version further down than the ack tier."""
+        return self.policy.tier(local.tier).persistent and local.state is ReplicaState.DURABLE and rule.ack != local.tier
+
+    def local_replica(self, attributes: Attributes) -> Replica | None:
+        """The current version's replica on the fastest local tier that has one."""
+        found = {r.tier: r for r in self.catalog.replicas(attributes.ino) if r.version == attributes.version}
+        for tier in self.stores:
+            if tier in found:
+                return found[tier]
+        return None
+
+    def _replace(self, attributes: Attributes, rule: Rule, role: tuple[int, bytes]) -> OpenInode:
+        """Open for a truncating write: the new version starts in a file of its own."""
+        replica, fd = self.create_replica(attributes.ino, attributes.version + 1, rule, role)
+        with self.catalog.transaction():
+            self.catalog.begin_version(attributes.ino, replica.version)
+            self.catalog.put_replica(replica)
+            self._drop_superseded(attributes.ino, replica.version)
+        return self.attach(replica, fd, rule, role)
+
+    def _begin_version(self, inode: OpenInode) -> None:
+        """The open replica turns into the next version in place."""
+        old = inode.replica
+        new = replace(old, version=old.version + 1, state=ReplicaState.OPEN, digest=None)
+        with self.catalog.transaction():
+            self.catalog.begin_version(old.ino, new.version)
+            self.catalog.remove_replica(old)
+            self.catalog.put_replica(new)
+        inode.replica = new
+        inode.snapshot = None
+
+    def _drop_superseded(self, ino: int, current: int) -> None:
+        """Older versions go, except durable ones: those stay until the new one is as durable."""
+        for replica in self.catalog.replicas(ino):
+            if replica.version < current and not (
+                replica.state is ReplicaState.DURABLE and self.policy.tier(replica.tier).persistent
+            ):
+                self.forget_replica(replica)
+
+    def forget_replica(self, replica: Replica) -> None:
+        """Drop a local replica's row now and its bytes soon. Inside a transaction of the caller."""
+        self.catalog.remove_replica(replica)
+        self.space.add(replica.tier, -replica.size)
+        if replica.tier in self.stores:
+            self.discard(replica.tier, replica.key)
+
+    # closing
+
+    def release(self, fh: int) -> None:
+        """The kernel dropped a handle. Unknown handles are ignored: a resent release was done before."""
+        handle = self.handles.pop(fh, None)
+        if handle is not None:
+            self._drop(handle.inode, writes=handle.writes)
+
+    def _drop(self, inode: OpenInode, *, writes: bool) -> None:
+        if writes:
+            inode.writers -= 1
+            if not inode.writers:
+                self._close_version(inode)
+        else:
+            inode.readers -= 1
+        if not inode.writers and not inode.readers:
+            self._detach(inode)
+
+    def _detach(self, inode: OpenInode) -> None:
+        del self.inodes[inode.ino]
+        if self.backing and inode.backing_id:
+            self.backing.close(inode.backing_id)
+        os.close(inode.fd)
+        attributes = self.catalog.attributes(inode.ino)
+        if attributes is None or attributes.nlink == 0:
+            with self.catalog.transaction():
+                self.remove_content(inode.ino)
+
+    def _close_version(self, inode: OpenInode) -> None:
+        status = os.fstat(inode.fd)
+        if inode.replica.state is not ReplicaState.OPEN and inode.snapshot != (status.st_size, status.st_mtime_ns):
+            self._begin_version(inode)
+        if inode.replica.state is ReplicaState.OPEN:
+            inode.replica = self.close_version(inode.replica, status, inode.rule)
+            self.space.learned.learn(inode.role, inode.replica.size)
+            self.changed()
+
+    def take_snapshot(self, inode: OpenInode) -> int:
+        """Close the version of a file that stays open for writing, so that it can be made durable; the
+        version's number. What is written after this becomes the next version at the last release."""
+        status = os.fstat(inode.fd)
+        now = (status.st_size, status.st_mtime_ns)
+        if inode.writers and inode.snapshot != now:
+            if inode.replica.state is not ReplicaState.OPEN:
+                self._begin_version(inode)
+            inode.replica = self.close_version(inode.replica, status, inode.rule)
+            inode.snapshot = now
+            self.changed()
+        return inode.replica.version
+
+    def close_version(self, replica: Replica, status: os.stat_result, rule: Rule) -> Replica:
+        """The version is complete: record its size and times and queue its copies."""
+        closed = replace(replica, state=ReplicaState.WRITTEN, size=status.st_size)
+        now = time.time_ns()
+        with self.catalog.transaction():
+            self.catalog.put_replica(closed)
+            self.space.add(closed.tier, closed.size - replica.size)
+            attributes = self.catalog.attributes(replica.ino)
+            if attributes is None or attributes.nlink == 0:
+                return closed
+            self.catalog.set_attributes(
+                replace(
+                    attributes,
+                    size=status.st_size,
+                    mtime_ns=status.st_mtime_ns,
+                    ctime_ns=max(attributes.ctime_ns, status.st_mtime_ns),
+                )
+            )
+            self.queue_copies(closed, rule, now)
+        return closed
+
+    def queue_copies(self, closed: Replica, rule: Rule, now: int) -> None:
+        """One queue entry for each tier below the ack tier down to the rule's drain target."""
+        if rule.drain is None:
+            return
+        names = [tier.name for tier in self.policy.tiers]
+        for name in names[: names.index(rule.drain) + 1]:
+            if not self.policy.tier(name).persistent:
+                continue
+            if name == names[-1]:
+                self.catalog.log(OpKind.CONTENT, closed.ino, now, arg=closed.version)
+            elif name == closed.tier or names.index(name) > names.index(closed.tier):
+                self.catalog.queue_drain(closed.ino, closed.version, name)
+
+    def remove_content(self, ino: int) -> None:
+        """The last name and the last handle are gone: drop every local replica and queued copy."""
+        self.catalog.begin_version(ino, 0)
+        for replica in self.catalog.replicas(ino):
+            if replica.tier in self.stores:
+                self.forget_replica(replica)
+        self.changed()
+
+    # taking over from a former daemon
+
+    def adopt(self, fh: int, ino: int, flags: int, backing_id: int) -> None:
+        """Take over a handle that the kernel still holds."""
+        inode = self.inodes.get(ino)
+        if inode is None:
+            attributes = self.catalog.attributes(ino)
+            replica = self.local_replica(attributes) if attributes else None
+            if attributes is None or replica is None:
+                raise FsError(errno.ESTALE, f"inode {ino} is open but has no local replica")
+            path = self.catalog.path_of(ino)
+            number, rule = self.rule_of(path)
+            inode = OpenInode(
+                attributes.ino,
+                self.stores[replica.tier].open(replica.key),
+                replica,
+                backing_id,
+                rule,
+                role_of(number, path),
+            )
+            self.inodes[ino] = inode
+        handle = Handle(inode, flags)
+        self.handles[fh] = handle
+        self._serial = max(self._serial, (fh & ~NOFLUSH) >> 32)
+        if handle.writes:
+            inode.writers += 1
+        else:
+            inode.readers += 1
+
+    def settle(self) -> None:
+        """After `adopt`: close every version that was open for writing and no longer is."""
+        for replica in self.catalog.open_replicas():
+            inode = self.inodes.get(replica.ino)
+            if inode is not None and inode.writers:
+                continue
+            attributes = self.catalog.attributes(replica.ino)
+            if attributes is None or (attributes.nlink == 0 and inode is None):
+                with self.catalog.transaction():
+                    self.remove_content(replica.ino)
+                continue
+            _, rule = self.rule_of(self.catalog.path_of(replica.ino))
+            fd = self.stores[replica.tier].open(replica.key)
+            try:
+                closed = self.close_version(replica, os.fstat(fd), rule)
+            finally:
+                os.close(fd)
+            if inode is not None:
+                inode.replica = closed
+
+    def _locked(self, ino: int) -> _InodeLock:
+        return _InodeLock(self._locks, ino)
+
+
+@dataclass
+class _InodeLock:
+    """Opens of one inode wait for each other (a recall may be under way); other inodes do not."""
+
+    locks: dict[int, tuple[trio.Lock, list[int]]]
+    ino: int
+
+    async def __aenter__(self) -> None:
+        lock, users = self.locks.setdefault(self.ino, (trio.Lock(), [0]))
+        users[0] += 1
+        try:
+            lock.acquire_nowait()
+        except trio.WouldBlock:
+            try:
+                await lock.acquire()
+            except BaseException:
+                self._leave(users)
+                raise
+
+    async def __aexit__(self, *_: object) -> None:
+        lock, users = self.locks[self.ino]
+        lock.release()
+        self._leave(users)
+
+    def _leave(self, users: list[int]) -> None:
+        users[0] -= 1
+        if not users[0]:
+            del self.locks[self.ino]
+
+
+def role_of(rule: int, path: tuple[bytes, ...] | None) -> tuple[int, bytes]:
+    """Files that are alike in size: same rule, same suffix of the name."""
+    name = path[-1] if path else b""
+    return rule, name.rpartition(b".")[2] if b"." in name else b""

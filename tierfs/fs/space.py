@@ -1,0 +1,38 @@
+"""How full each tier is, and which one takes the next file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tierfs.plan.placement import LearnedSizes, Room, place
+from tierfs.policy.model import Policy
+from tierfs.types import Usage
+
+Probe = Callable[[int], Usage]
+"""Given the bytes that tierfs itself holds on the tier, its usage."""
+
+
+@dataclass
+class Space:
+    """Bytes held per tier, kept current by whoever adds or removes a replica."""
+
+    policy: Policy
+    probes: Mapping[str, Probe]
+    held: dict[str, int] = field(default_factory=dict)
+    learned: LearnedSizes = field(default_factory=LearnedSizes)
+
+    def add(self, tier: str, size: int) -> None:
+        """``size`` may be negative."""
+        self.held[tier] = self.held.get(tier, 0) + size
+
+    def usage(self, tier: str) -> Usage:
+        """OSError when the tier does not answer."""
+        return self.probes[tier](self.held.get(tier, 0))
+
+    def choose(self, candidates: Sequence[str], expected: int) -> str:
+        """The tier for a new file out of ``candidates``, fastest first."""
+        if len(candidates) == 1:
+            return candidates[0]
+        rooms = [Room(name, self.usage(name), self.policy.tier(name).high) for name in candidates]
+        return place(rooms, expected)
