@@ -283,6 +283,16 @@ class Catalog:
         rows = self._run(f"SELECT {_REPLICA} FROM replicas WHERE state=?", (int(ReplicaState.OPEN),))
         return [_replica(row) for row in rows]
 
+    def evictable(self, tier: str, below: list[str], limit: int) -> list[Replica]:
+        """Closed replicas on ``tier`` whose version is durable on one of the tiers ``below``."""
+        marks = ",".join("?" * len(below))
+        rows = self._run(
+            f"SELECT {_REPLICA} FROM replicas r WHERE tier=? AND state<>? AND EXISTS (SELECT 1 FROM replicas d"
+            f" WHERE d.ino=r.ino AND d.version=r.version AND d.state=? AND d.tier IN ({marks})) LIMIT ?",
+            (tier, int(ReplicaState.OPEN), int(ReplicaState.DURABLE), *below, limit),
+        )
+        return [_replica(row) for row in rows]
+
     def put_replica(self, replica: Replica) -> None:
         self._run(
             "INSERT OR REPLACE INTO replicas VALUES (?, ?, ?, ?, ?, ?, ?)",

@@ -85,6 +85,8 @@ class OpenFiles:
     """Bring the current version to the named tier (or a slower one, if full) and return the replica there."""
     changed: Callable[[], None]
     """Called after a close or removal gave the migrator something to do."""
+    quiesce: Callable[[int], Awaitable[None]]
+    """Wait until no copy reads the inode's bytes, so that they may be cut off."""
     discard: Callable[[str, str], None]
     """(tier, key): remove these bytes soon."""
     inodes: dict[int, OpenInode] = field(default_factory=dict)
@@ -148,13 +150,13 @@ class OpenFiles:
 
     async def open(self, ino: int, flags: int) -> int:
         """Open for reading or writing, recalling the bytes first when no local tier has them."""
-        async with self._locked(ino):
+        async with self.locked(ino):
             inode = await self._ensure_open(ino, flags & os.O_ACCMODE != os.O_RDONLY, bool(flags & os.O_TRUNC))
             return self.add_handle(inode, flags)
 
     async def truncate(self, ino: int, size: int) -> None:
         """Set the size of a file, open or not."""
-        async with self._locked(ino):
+        async with self.locked(ino):
             inode = await self._ensure_open(ino, True, size == 0)
             try:
                 os.ftruncate(inode.fd, size)
@@ -170,6 +172,7 @@ class OpenFiles:
         if inode is None:
             inode = await self._open_replica(attributes, writes, truncate)
         elif writes:
+            await self.quiesce(ino)
             if inode.replica.state is not ReplicaState.OPEN:
                 self._begin_version(inode)
             if truncate:
@@ -186,6 +189,8 @@ class OpenFiles:
         local = self.local_replica(attributes)
         if local is None or (writes and local.tier not in self.ack_tiers(rule)[:1] and self._must_keep(local, rule)):
             local = await self.recall(attributes, rule.ack)
+        if writes:
+            await self.quiesce(ino)
         inode = self.attach(local, self.stores[local.tier].open(local.key), rule, role)
         if writes:
             self._begin_version(inode)
@@ -379,12 +384,12 @@ class OpenFiles:
             if inode is not None:
                 inode.replica = closed
 
-    def _locked(self, ino: int) -> _InodeLock:
-        return _InodeLock(self._locks, ino)
+    def locked(self, ino: int) -> InodeLock:
+        return InodeLock(self._locks, ino)
 
 
 @dataclass
-class _InodeLock:
+class InodeLock:
     """Opens of one inode wait for each other (a recall may be under way); other inodes do not."""
 
     locks: dict[int, tuple[trio.Lock, list[int]]]

@@ -1,0 +1,496 @@
+"""The migrator: drains closed files down, recalls cold ones up, evicts clean ones, follows on the archive.
+
+One task decides (`run`), from pure plans; copies run in threads under a limit. Nothing here is on the
+path of a write or close.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from tierfs.catalog import Catalog
+from tierfs.errors import DigestMismatch, FsError, NotDurableInTime, SourceChanged, TierError
+from tierfs.fs.open_files import OpenFiles
+from tierfs.migrator.archive import Archive, Ready
+from tierfs.migrator.throttle import Throttle
+from tierfs.migrator.transfer import Transfer, copy_to_store, recall_file, remove_files
+from tierfs.plan.drain import Pending, plan_drain
+from tierfs.plan.evict import Candidate, plan_evict
+from tierfs.policy.model import Keep, Policy
+from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.tree import TreeStore
+from tierfs.types import Attributes, Ino, Replica, ReplicaState
+
+log = logging.getLogger("tierfs.migrator")
+
+BATCH = 512
+QUEUE_WINDOW = 256
+RETRY_FIRST, RETRY_LAST = 0.2, 60.0
+EVICT_WINDOW = 4096
+
+
+@dataclass
+class Outage:
+    """A tier that failed: when to try again, and what it said. Times on trio's clock."""
+
+    error: str
+    retry_at: float
+    delay: float
+
+
+@dataclass
+class Migrator:
+    catalog: Catalog
+    policy: Policy
+    stores: dict[str, ReplicaStore]
+    tree: TreeStore
+    files: OpenFiles = field(init=False)
+    paused: bool = False
+    hurry: int = 0
+    """How many flushes wait; while any does, small files do not settle first."""
+    outages: dict[str, Outage] = field(default_factory=dict)
+    last_errors: dict[str, str] = field(default_factory=dict)
+    running: dict[tuple[int, int, str], Transfer] = field(default_factory=dict)
+    ready: dict[tuple[int, int], Ready] = field(default_factory=dict)
+    doomed: list[tuple[str, str]] = field(default_factory=list)
+    rate: float = 0.0
+    _kick: trio.Event = field(default_factory=trio.Event)
+    _progress: trio.Event = field(default_factory=trio.Event)
+    _replaying: bool = False
+    _removing: bool = False
+
+    def __post_init__(self) -> None:
+        self.archive_name = self.policy.tiers[-1].name
+        self.archive = Archive(self.catalog, self.tree, self.archive_name)
+        self.throttle = Throttle(self.policy.limits.drain)
+
+    # signals from the filesystem
+
+    def changed(self) -> None:
+        """Something was closed, renamed or removed."""
+        self._kick.set()
+
+    def discard(self, tier: str, key: str) -> None:
+        """These bytes are no longer in the catalog: remove them soon."""
+        self.doomed.append((tier, key))
+        self._kick.set()
+
+    def _advanced(self) -> None:
+        self._progress.set()
+        self._progress = trio.Event()
+        self._kick.set()
+
+    async def quiesce(self, ino: int) -> None:
+        """Stop every copy that reads from ``ino`` and wait until its threads are out of the file."""
+        mine = [transfer for key, transfer in self.running.items() if key[0] == ino]
+        for transfer in mine:
+            transfer.cancel.set()
+        while any(transfer in self.running.values() for transfer in mine):
+            await self._progress.wait()
+
+    # the loop
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._measure)
+            while True:
+                wake = await self._cycle(nursery)
+                with trio.move_on_after(wake):
+                    await self._kick.wait()
+                self._kick = trio.Event()
+
+    async def _measure(self) -> None:
+        last, at = self.throttle.total, trio.current_time()
+        while True:
+            await trio.sleep(1)
+            now = trio.current_time()
+            self.rate = (self.throttle.total - last) / (now - at)
+            last, at = self.throttle.total, now
+
+    async def _cycle(self, nursery: trio.Nursery) -> float:
+        """Start what can be started; seconds until the next look."""
+        if self.doomed and not self._removing:
+            self._removing = True
+            nursery.start_soon(self._remove)
+        wake = 5.0
+        if not self.paused:
+            wake = min(wake, self._start_drains(nursery))
+            if not self._replaying and not self._waits(self.archive_name):
+                self._replaying = True
+                nursery.start_soon(self._replay)
+        self._evict()
+        now = trio.current_time()
+        for outage in self.outages.values():
+            wake = min(wake, max(0.05, outage.retry_at - now))
+        return wake
+
+    def _waits(self, tier: str) -> bool:
+        outage = self.outages.get(tier)
+        return outage is not None and trio.current_time() < outage.retry_at
+
+    def _failed(self, tier: str, error: TierError) -> None:
+        """Back off with jitter; logged when an outage begins, not at each try."""
+        known = self.outages.get(tier)
+        delay = min(RETRY_LAST, known.delay * 2) if known else RETRY_FIRST
+        if known is None:
+            log.warning("%s; trying again until it works", error)
+        self.outages[tier] = Outage(str(error), trio.current_time() + delay * random.uniform(0.8, 1.2), delay)
+        self.last_errors[tier] = str(error)
+
+    def _recovered(self, tier: str) -> None:
+        if self.outages.pop(tier, None) is not None:
+            log.info("tier %s works again", tier)
+
+    # draining
+
+    def _queue(self) -> list[Pending]:
+        queue = []
+        for op in self.catalog.contents(QUEUE_WINDOW):
+            attributes = self.catalog.attributes(op.ino)
+            if (op.ino, op.arg) not in self.ready and attributes is not None and self.archive.wanted(op):
+                queue.append(Pending(op.ino, op.arg, self.archive_name, attributes.size, op.at_ns))
+        for _, ino, version, tier in self.catalog.queued_drains(QUEUE_WINDOW):
+            attributes = self.catalog.attributes(ino)
+            if attributes is not None and attributes.version == version:
+                queue.append(Pending(ino, version, tier, attributes.size, attributes.ctime_ns))
+        return [pending for pending in queue if not self._waits(pending.tier)]
+
+    def _start_drains(self, nursery: trio.Nursery) -> float:
+        slots = self.policy.limits.transfers - len(self.running)
+        if slots <= 0:
+            return 5.0
+        now = time.time_ns()
+        plan = plan_drain(self._queue(), self.running.keys(), slots, now, hurry=self.hurry > 0)
+        for pending in plan.start:
+            transfer = Transfer(pending.ino, pending.version, pending.tier, pending.size)
+            self.running[pending.ino, pending.version, pending.tier] = transfer
+            nursery.start_soon(self._drain, transfer)
+        return 5.0 if plan.wake_ns is None else max(0.01, (plan.wake_ns - now) / 1e9)
+
+    async def _drain(self, transfer: Transfer) -> None:
+        try:
+            await self._copy_down(transfer)
+        except SourceChanged:
+            pass
+        except DigestMismatch as error:
+            log.info("%s; copying again", error)
+        except TierError as error:
+            self._failed(transfer.tier, error)
+        finally:
+            del self.running[transfer.ino, transfer.version, transfer.tier]
+            self._advanced()
+
+    def _source(self, ino: int, version: int, target: str) -> Replica | None:
+        """The fastest local replica of the version that can feed ``target``."""
+        found = {r.tier: r for r in self.catalog.replicas(ino) if r.version == version}
+        for tier in self.stores:
+            if tier in found and found[tier].state is not ReplicaState.OPEN:
+                return found[tier]
+        return None
+
+    async def _copy_down(self, transfer: Transfer) -> None:
+        source = self._source(transfer.ino, transfer.version, transfer.tier)
+        if source is None:
+            return
+        if source.tier == transfer.tier:
+            await self._settle_in_place(source)
+            return
+        inode = self.files.inodes.get(transfer.ino)
+        stable = inode is None or not inode.writers
+        to_archive = transfer.tier == self.archive_name
+        target: ReplicaStore | TreeStore = self.tree if to_archive else self.stores[transfer.tier]
+        key = self.files.new_key(transfer.ino)
+
+        def copy() -> tuple[object, bytes]:
+            return copy_to_store(
+                source, self.stores[source.tier], target, key, transfer, self.throttle, stable=stable
+            )
+
+        temp, digest = await trio.to_thread.run_sync(copy)
+        self._recovered(transfer.tier)
+        attributes = self.catalog.attributes(transfer.ino)
+        if attributes is None or attributes.version != transfer.version:
+            temp.discard()  # type: ignore[attr-defined]
+            return
+        if to_archive:
+            self.ready[transfer.ino, transfer.version] = Ready(temp, source.size, digest)  # type: ignore[arg-type]
+        else:
+            store = self.stores[transfer.tier]
+            await trio.to_thread.run_sync(store.publish, temp, key)
+            self._landed(source, transfer.tier, key, digest)
+
+    def _landed(self, source: Replica, tier: str, key: str, digest: bytes) -> None:
+        """A copy on a local tier is durable: one commit says so, and older versions there go."""
+        replica = Replica(source.ino, source.version, tier, ReplicaState.DURABLE, key, source.size, digest)
+        with self.catalog.transaction():
+            attributes = self.catalog.attributes(source.ino)
+            if attributes is None or attributes.version != source.version:
+                self.files.discard(tier, key)
+                return
+            for old in self.catalog.replicas(source.ino):
+                if old.tier == tier:
+                    self.files.forget_replica(old)
+            self.catalog.put_replica(replica)
+            self.catalog.unqueue_drain(source.ino, source.version, tier)
+            self.files.space.add(tier, source.size)
+        self.catalog.sync()
+
+    async def _settle_in_place(self, source: Replica) -> None:
+        """The ack tier itself is persistent: durable after one fsync of the replica."""
+        store = self.stores[source.tier]
+
+        def sync() -> None:
+            fd = store.open(source.key)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+        try:
+            await trio.to_thread.run_sync(sync)
+        except OSError as error:
+            raise TierError.of(source.tier, "fsync", error) from error
+        now = self.catalog.replica(source.ino, source.version, source.tier)
+        if now == source:
+            with self.catalog.transaction():
+                self.catalog.put_replica(
+                    Replica(
+                        source.ino,
+                        source.version,
+                        source.tier,
+                        ReplicaState.DURABLE,
+                        source.key,
+                        source.size,
+                        source.digest,
+                    )
+                )
+                self.catalog.unqueue_drain(source.ino, source.version, source.tier)
+            inode = self.files.inodes.get(source.ino)
+            if inode is not None and inode.replica == source:
+                inode.replica = self.catalog.replica(source.ino, source.version, source.tier) or inode.replica
+            self.catalog.sync()
+
+    async def _replay(self) -> None:
+        try:
+            while not self.paused and not self._waits(self.archive_name):
+                operations = self.archive.ready_prefix(self.catalog.operations(BATCH), self.ready)
+                if not operations:
+                    break
+                batch = self.archive.plan(operations, self.ready)
+                await trio.to_thread.run_sync(batch.execute)
+                for replica in self.archive.commit(batch):
+                    self.files.space.add(self.archive_name, -replica.size)
+                for replica in batch.stored.values():
+                    self.files.space.add(self.archive_name, replica.size)
+                    self.ready.pop((replica.ino, replica.version)).temp.close()
+                self._drop_unwanted()
+                self.catalog.sync()
+                self._recovered(self.archive_name)
+                self._advanced()
+        except TierError as error:
+            self._failed(self.archive_name, error)
+        except OSError as error:
+            self._failed(self.archive_name, TierError.of(self.archive_name, "publish", error))
+        finally:
+            self._replaying = False
+
+    def _drop_unwanted(self) -> None:
+        """Content that was copied and superseded before its turn came."""
+        for (ino, version), ready in list(self.ready.items()):
+            attributes = self.catalog.attributes(ino)
+            if attributes is None or attributes.version != version:
+                del self.ready[ino, version]
+                ready.temp.discard()
+
+    # removing and evicting
+
+    async def _remove(self) -> None:
+        try:
+            while self.doomed:
+                batch, self.doomed = self.doomed, []
+                for tier, key, error in await trio.to_thread.run_sync(remove_files, self.stores, batch):
+                    log.info("tier %s: %s stays behind until the next mount: %s", tier, key, error)
+        finally:
+            self._removing = False
+            self._advanced()
+
+    def _evict(self) -> None:
+        for config in self.policy.tiers[:-1]:
+            try:
+                usage = self.files.space.usage(config.name)
+            except OSError as error:
+                self._failed(config.name, TierError.of(config.name, "statfs", error))
+                continue
+            eager = any(rule.keep.get(config.name) is Keep.NONE for rule in self.policy.rules)
+            if usage.used > usage.capacity * config.high or eager:
+                for chosen in plan_evict(usage, config.high, config.low, self._clean(config.name)):
+                    self.evict(chosen.ino, chosen.version, config.name)
+
+    def _clean(self, tier: str) -> list[Candidate]:
+        clean = []
+        for replica in self.catalog.evictable(tier, [t.name for t in self._below(tier)], EVICT_WINDOW):
+            if replica.ino in self.files.inodes:
+                continue
+            _, rule = self.files.rule_of(self.catalog.path_of(replica.ino))
+            attributes = self.catalog.attributes(replica.ino)
+            age = attributes.ctime_ns if attributes else 0
+            clean.append(
+                Candidate(replica.ino, replica.version, replica.size, age, rule.keep.get(tier, Keep.WATERMARK))
+            )
+        return clean
+
+    def _below(self, tier: str) -> list[object]:
+        names = [t.name for t in self.policy.tiers]
+        return [t for t in self.policy.tiers[names.index(tier) + 1 :] if t.persistent]
+
+    def evict(self, ino: int, version: int, tier: str) -> bool:
+        """Drop a clean replica if it still is one: closed, not open, durable further down."""
+        replica = self.catalog.replica(ino, version, tier)
+        if replica is None or ino in self.files.inodes or not self.durable(ino, version, tier, below=True):
+            return False
+        with self.catalog.transaction():
+            self.files.forget_replica(replica)
+        return True
+
+    # durability
+
+    def durable(self, ino: int, version: int, tier: str, *, below: bool = False) -> bool:
+        """A verified, synced replica of this version (or a newer one) stands on ``tier`` or below it;
+        ``below`` leaves the tier itself out."""
+        names = [t.name for t in self.policy.tiers]
+        accepted = {t.name for t in self.policy.tiers[names.index(tier) + below :] if t.persistent}
+        return any(
+            r.version >= version and r.state is ReplicaState.DURABLE and r.tier in accepted
+            for r in self.catalog.replicas(ino)
+        )
+
+    async def wait_durable(self, ino: int, version: int, tier: str) -> None:
+        """Returns when the version is durable at ``tier``, or when the file is gone."""
+        self.hurry += 1
+        self._kick.set()
+        try:
+            while not self.durable(ino, version, tier):
+                attributes = self.catalog.attributes(ino)
+                if attributes is None or attributes.nlink == 0:
+                    return
+                await self._progress.wait()
+        finally:
+            self.hurry -= 1
+
+    async def flush(
+        self, top: Ino, tier: str, timeout: float, progress: Callable[[int, int], object] | None = None
+    ) -> tuple[int, int]:
+        """Everything at or below ``top`` durable at ``tier``: (files, bytes). NotDurableInTime lists the rest."""
+        wanted = {a.ino: a for a in self.catalog.subtree(top)}
+        for ino in wanted:
+            inode = self.files.inodes.get(ino)
+            if inode is not None and inode.writers:
+                self.files.take_snapshot(inode)
+        wanted = {a.ino: a for a in self.catalog.subtree(top)}
+        total = sum(a.size for a in wanted.values())
+        missing = dict(wanted)
+        last = self.catalog.last_operation() if tier == self.archive_name else 0
+        self.hurry += 1
+        self._kick.set()
+        try:
+            with trio.move_on_after(timeout) as scope:
+                while True:
+                    missing = {i: a for i, a in missing.items() if not self._flushed(a, tier)}
+                    behind = tier == self.archive_name and (first := self.catalog.operations(1)) and first[0].seq <= last
+                    if progress:
+                        progress(total - sum(a.size for a in missing.values()), total)
+                    if not missing and not behind:
+                        break
+                    with trio.move_on_after(1):
+                        await self._progress.wait()
+            if scope.cancelled_caught:
+                paths = [b"/".join(self.catalog.path_of(i) or ()).decode(errors="replace") for i in list(missing)[:100]]
+                why = "; ".join(f"{name}: {text.error}" for name, text in self.outages.items())
+                raise NotDurableInTime(
+                    f"not durable on {tier} after {timeout:g} s: {', '.join(paths) or 'renames or deletes'}"
+                    + (f" ({why})" if why else " (drains are paused)" if self.paused else "")
+                )
+        finally:
+            self.hurry -= 1
+        return len(wanted), total
+
+    def _flushed(self, wanted: Attributes, tier: str) -> bool:
+        attributes = self.catalog.attributes(wanted.ino)
+        if attributes is None or attributes.nlink == 0:
+            return True
+        return self.durable(wanted.ino, wanted.version, tier)
+
+    # recall
+
+    async def recall(self, attributes: Attributes, tier: str) -> Replica:
+        """Bring the current version to ``tier``, or a slower local one when that is full."""
+        ino = attributes.ino
+        sources = [
+            r
+            for r in self.catalog.replicas(ino)
+            if r.version == attributes.version and r.state is not ReplicaState.OPEN
+        ]
+        order = [t.name for t in self.policy.tiers]
+        sources.sort(key=lambda r: order.index(r.tier))
+        candidates = [name for name in self.stores if order.index(name) >= order.index(tier)] or list(self.stores)
+        if not sources:
+            raise FsError(errno.EIO, f"inode {ino}: no replica of version {attributes.version}")
+        last: Exception | None = None
+        for source in sources:
+            chosen = self.files.space.choose(candidates, source.size)
+            if any(r.tier == chosen for r in sources):
+                return next(r for r in sources if r.tier == chosen)
+            try:
+                return await self._recall_from(source, attributes, chosen)
+            except (TierError, DigestMismatch) as error:
+                log.error("%s", error)
+                self.last_errors[source.tier] = str(error)
+                last = error
+        raise FsError(errno.EIO, str(last))
+
+    async def _recall_from(self, source: Replica, attributes: Attributes, tier: str) -> Replica:
+        key = self.files.new_key(source.ino)
+        path = self._published_path(source.ino)
+
+        def open_source() -> int:
+            if source.tier == self.archive_name:
+                if path is None:
+                    raise FileNotFoundError(errno.ENOENT, "not on the archive")
+                return self.tree.open(path)
+            return self.stores[source.tier].open(source.key)
+
+        digest = await trio.to_thread.run_sync(
+            recall_file, open_source, source, self.stores[tier], key, attributes.mtime_ns
+        )
+        replica = Replica(source.ino, source.version, tier, ReplicaState.WRITTEN, key, source.size, digest)
+        if self.policy.tier(tier).persistent:
+            replica = Replica(source.ino, source.version, tier, ReplicaState.DURABLE, key, source.size, digest)
+        with self.catalog.transaction():
+            self.catalog.put_replica(replica)
+            self.files.space.add(tier, replica.size)
+        return replica
+
+    def _published_path(self, ino: int) -> tuple[bytes, ...] | None:
+        for name in self.catalog.published_names(ino):
+            if name.occupant == ino:
+                return self.catalog.published_path(name.parent, name.name)
+        return None
+
+    async def warmup(self, attributes: Attributes) -> bool:
+        """Recall ahead of need; False when the bytes are on a local tier already or the file is open."""
+        if attributes.ino in self.files.inodes or self.files.local_replica(attributes) is not None:
+            return False
+        _, rule = self.files.rule_of(self.catalog.path_of(attributes.ino))
+        async with self.files.locked(attributes.ino):
+            if attributes.ino in self.files.inodes or self.files.local_replica(attributes) is not None:
+                return False
+            await self.recall(attributes, rule.ack)
+        return True

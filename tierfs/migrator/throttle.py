@@ -1,0 +1,28 @@
+"""A token bucket for threads: bounds the bytes per second of all copies together."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+
+class Throttle:
+    """Call it before each chunk with the chunk's bytes; it sleeps as long as the rate asks for."""
+
+    def __init__(self, rate: int | None) -> None:
+        """``rate`` in bytes per second; None never waits."""
+        self._rate = rate
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+        self.total = 0
+
+    def __call__(self, size: int) -> None:
+        with self._lock:
+            self.total += size
+            if self._rate is None:
+                return
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            self._free_at = start + size / self._rate
+        if start > now:
+            time.sleep(start - now)

@@ -1,0 +1,48 @@
+"""Which copies to start next. Pure: queue and limits in, copies out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+SMALL = 1 << 20
+"""Files below this many bytes wait `SETTLE_NS` after their close: most are replaced or deleted at once."""
+
+SETTLE_NS = 300_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A closed version that ``tier`` does not have yet. ``size`` in bytes, ``closed_ns`` on the caller's clock."""
+
+    ino: int
+    version: int
+    tier: str
+    size: int
+    closed_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainPlan:
+    start: tuple[Pending, ...]
+    wake_ns: int | None
+    """When a settling file becomes due; None when nothing waits for time alone."""
+
+
+def plan_drain(
+    queue: Sequence[Pending], running: Collection[tuple[int, int, str]], slots: int, now_ns: int, *, hurry: bool
+) -> DrainPlan:
+    """Fill ``slots`` in the queue's order (order of close). ``hurry`` (a flush waits) ignores settling."""
+    start: list[Pending] = []
+    wake: int | None = None
+    for pending in queue:
+        if (pending.ino, pending.version, pending.tier) in running:
+            continue
+        due = pending.closed_ns + SETTLE_NS
+        if not hurry and pending.size < SMALL and due > now_ns:
+            wake = due if wake is None else min(wake, due)
+            continue
+        if len(start) >= slots:
+            break
+        start.append(pending)
+    return DrainPlan(tuple(start), wake)
