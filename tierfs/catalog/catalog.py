@@ -317,6 +317,35 @@ class Catalog:
         self._run("UPDATE inodes SET version=? WHERE ino=?", (version, ino))
         self._run("DELETE FROM drains WHERE ino=?", (ino,))
 
+    def roll_back(self, ino: int, version: int, size: int) -> None:
+        """An older version is the current one again; later versions keep their numbers to themselves."""
+        self._run("UPDATE inodes SET version=?, size=? WHERE ino=?", (version, size, ino))
+
+    def tier_sums(self, tier: str) -> dict[int, int]:
+        """Bytes on a tier by replica state."""
+        return dict(self._run("SELECT state, SUM(size) FROM replicas WHERE tier=? GROUP BY state", (tier,)).fetchall())
+
+    def clean_bytes(self, tier: str, below: list[str]) -> int:
+        """Bytes on ``tier`` whose version is durable on one of ``below``."""
+        marks = ",".join("?" * len(below))
+        row = self._run(
+            "SELECT COALESCE(SUM(size), 0) FROM replicas r WHERE tier=? AND state<>? AND EXISTS (SELECT 1 FROM"
+            f" replicas d WHERE d.ino=r.ino AND d.version=r.version AND d.state=? AND d.tier IN ({marks}))",
+            (tier, int(ReplicaState.OPEN), int(ReplicaState.DURABLE), *below),
+        ).fetchone()
+        return int(row[0])
+
+    def unsynced_bytes(self) -> int:
+        """Bytes of closed current versions that no persistent tier holds durably; files that the policy keeps
+        in memory count too."""
+        row = self._run(
+            "SELECT COALESCE(SUM(i.size), 0) FROM replicas r JOIN inodes i ON i.ino=r.ino AND i.version=r.version"
+            " WHERE r.state=? AND i.nlink>0 AND NOT EXISTS (SELECT 1 FROM replicas d WHERE d.ino=r.ino"
+            " AND d.version=r.version AND d.state=?)",
+            (int(ReplicaState.WRITTEN), int(ReplicaState.DURABLE)),
+        ).fetchone()
+        return int(row[0])
+
     def used_bytes(self) -> dict[str, int]:
         """Bytes of the replicas per tier name, as of their last close."""
         return dict(self._run("SELECT tier, SUM(size) FROM replicas GROUP BY tier").fetchall())

@@ -1,0 +1,267 @@
+"""Composition of one mount: tiers, catalog, filesystem, migrator, FUSE session and control socket."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyfuse3
+import trio
+
+from tierfs.catalog import Catalog
+from tierfs.control.protocol import MountRecord, mount_directory
+from tierfs.control.server import serve_control
+from tierfs.errors import MountError, TierfsError
+from tierfs.fs.filesystem import Filesystem
+from tierfs.fs.namespace import Namespace
+from tierfs.fs.open_files import OpenFiles
+from tierfs.fs.space import Space
+from tierfs.fuse.adapter import Adapter
+from tierfs.fuse.backing import BackingIds
+from tierfs.fuse.keeper import run_keeper
+from tierfs.fuse.session import KeeperSession
+from tierfs.migrator.migrator import Migrator
+from tierfs.migrator.recovery import recover_lost_memory
+from tierfs.operations import Operations
+from tierfs.policy.match import RuleMatcher
+from tierfs.policy.model import Policy
+from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.memory import MemoryMount, open_store
+from tierfs.tiers.tree import TreeStore
+from tierfs.types import Usage
+
+log = logging.getLogger("tierfs")
+
+KERNEL_NEEDED = (6, 9)
+
+
+def choose_mode(policy: Policy) -> tuple[str, str]:
+    """(mode, why): MountError when the policy demands passthrough and this machine cannot."""
+    release = platform.release()
+    version = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
+    obstacle = None
+    if os.geteuid() != 0:
+        obstacle = "not root (kernel passthrough needs CAP_SYS_ADMIN)"
+    elif version < KERNEL_NEEDED:
+        obstacle = f"Linux {release} has no FUSE passthrough (6.9 has)"
+    if policy.mode == "userspace":
+        return "userspace", "the policy says mode: userspace"
+    if obstacle is None:
+        return "passthrough", "root on a kernel with FUSE passthrough"
+    if policy.mode == "passthrough":
+        raise MountError(f"mode: passthrough is not possible here: {obstacle}; use mode: auto")
+    return "userspace", obstacle
+
+
+@dataclass
+class Tiers:
+    stores: dict[str, ReplicaStore]
+    tree: TreeStore
+    mounts: list[MemoryMount]
+
+    @classmethod
+    def open(cls, policy: Policy) -> Tiers:
+        """Open and prepare every tier, mounting the memory tiers that tierfs owns."""
+        stores: dict[str, ReplicaStore] = {}
+        mounts: list[MemoryMount] = []
+        for config in policy.tiers[:-1]:
+            store, mount = open_store(config, policy.state / "memory" / config.name)
+            store.prepare()
+            stores[config.name] = store
+            if mount is not None:
+                mounts.append(mount)
+        archive = policy.tiers[-1]
+        assert archive.path is not None
+        tree = TreeStore(archive.name, archive.path, archive.size)
+        tree.prepare()
+        return cls(stores, tree, mounts)
+
+    def probes(self) -> dict[str, Callable[[int], Usage]]:
+        probes: dict[str, Callable[[int], Usage]] = {name: store.usage for name, store in self.stores.items()}
+        probes[self.tree.name] = self.tree.usage
+        return probes
+
+
+@contextlib.contextmanager
+def state_lock(state: Path) -> Iterator[None]:
+    """Only one mount (or fsck) uses a state directory; MountError when another holds it."""
+    try:
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise MountError(f"state directory {state}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise MountError(f"state directory {state} is in use by another mount; umount it first") from None
+        yield
+    finally:
+        os.close(fd)
+
+
+@dataclass
+class Daemon:
+    """One daemon process: everything between the FUSE session and the tiers."""
+
+    policy: Policy
+    mountpoint: Path
+    config: Path
+    mode: str
+    why: str
+    tiers: Tiers
+    session: KeeperSession | None
+    on_ready: Callable[[], None]
+    catalog: Catalog = field(init=False)
+    started: float = field(default_factory=time.time)
+
+    async def run(self) -> int:
+        """Serve until the mount ends, then drain what is left. Returns the process's exit code."""
+        self.catalog = Catalog(self.policy.state / "catalog.sqlite")
+        migrator = Migrator(self.catalog, self.policy, self.tiers.stores, self.tiers.tree)
+        space = Space(self.policy, self.tiers.probes(), self.catalog.used_bytes())
+        backing = BackingIds(self.session.device_fd) if self.session else None
+        files = OpenFiles(
+            catalog=self.catalog,
+            policy=self.policy,
+            stores=self.tiers.stores,
+            matcher=RuleMatcher(self.policy.rules),
+            space=space,
+            backing=backing,
+            recall=migrator.recall,
+            changed=migrator.changed,
+            quiesce=migrator.quiesce,
+            discard=migrator.discard,
+        )
+        migrator.files = files
+        names = Namespace(self.catalog, files, set(self.catalog.orphans()))
+        operations = Operations(self, names, migrator, space)
+        filesystem = Filesystem(self.catalog, names, files, migrator.wait_durable, operations.virtual_xattrs)
+        self._take_over(files, names, backing)
+        adapter = Adapter(filesystem, operations.total_usage, keeper=self.session is not None)
+        mount_options = {"default_permissions", "fsname=tierfs", "subtype=tierfs"}
+        if self.policy.allow_other:
+            mount_options.add("allow_other")
+        if self.session:
+            pyfuse3.init(adapter, f"/dev/fd/{self.session.channel_fd}", {"default_permissions"})
+        else:
+            pyfuse3.init(adapter, str(self.mountpoint), mount_options)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(migrator.run)
+                nursery.start_soon(self._checkpoint)
+                await nursery.start(serve_control, self._socket(), operations.handlers())
+                self._write_record()
+                nursery.start_soon(self._await_signal, operations)
+                nursery.start_soon(self._announce)
+                await pyfuse3.main()
+                log.info("mount %s ended", self.mountpoint)
+                await operations.drain_rest()
+                nursery.cancel_scope.cancel()
+        finally:
+            pyfuse3.close(unmount=self.session is None)
+        complete = operations.everything_durable()
+        self.catalog.close()
+        if complete:
+            for mount in self.tiers.mounts:
+                mount.unmount()
+        return 0
+
+    def _take_over(self, files: OpenFiles, names: Namespace, backing: BackingIds | None) -> None:
+        """Continue where a former daemon of the same mount stopped, or begin a new connection."""
+        if self.session is None or self.session.restarts == 0:
+            self.catalog.forget_requests()
+            recover_lost_memory(self.catalog, self.policy, self.tiers.stores)
+            files.settle()
+            names.forget(list(names.orphans))
+            return
+        for handle in self.session.handles:
+            if not handle.is_dir:
+                files.adopt(handle.fh, handle.ino, handle.flags, handle.backing_id)
+        if backing is not None:
+            backing.reclaim({handle.backing_id for handle in self.session.handles}, self.session.highest_backing_id)
+        files.settle()
+
+    def _socket(self) -> Path:
+        return mount_directory(self.mountpoint) / "control.sock"
+
+    def _write_record(self) -> None:
+        MountRecord(
+            mountpoint=str(self.mountpoint),
+            config=str(self.config),
+            state=str(self.policy.state),
+            keeper_pid=self.session.keeper_pid if self.session else None,
+            daemon_pid=os.getpid(),
+            mode=self.mode,
+        ).write()
+
+    async def _announce(self) -> None:
+        """Tell the starter once the mount answers."""
+        await trio.to_thread.run_sync(os.stat, self.mountpoint, abandon_on_cancel=True)
+        self.on_ready()
+        log.info("mounted %s (%s: %s)", self.mountpoint, self.mode, self.why)
+
+    async def _await_signal(self, operations: Operations) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for _ in signals:
+                log.info("asked to stop: draining")
+                await operations.drain_rest()
+                pyfuse3.terminate()
+                return
+
+    async def _checkpoint(self) -> None:
+        """Fold the WAL back now and then; a small one costs the loop little."""
+        while True:
+            await trio.sleep(30)
+            wal = self.policy.state / "catalog.sqlite-wal"
+            with contextlib.suppress(FileNotFoundError):
+                if wal.stat().st_size > 8 << 20:
+                    self.catalog.sync()
+
+
+def run_mount(policy: Policy, mountpoint: Path, config: Path, ready_fd: int | None) -> int:
+    """Mount and serve until unmounted. Writes ``ok`` or an error as JSON to ``ready_fd`` once decided."""
+
+    def report(line: str) -> None:
+        nonlocal ready_fd
+        if ready_fd is not None:
+            os.write(ready_fd, line.encode() + b"\n")
+            os.close(ready_fd)
+            ready_fd = None
+
+    sys.setswitchinterval(0.0005)
+    try:
+        mode, why = choose_mode(policy)
+        with state_lock(policy.state):
+            tiers = Tiers.open(policy)
+
+            def serve(session: KeeperSession | None) -> int:
+                daemon = Daemon(policy, mountpoint, config, mode, why, tiers, session, lambda: report("ok"))
+                return trio.run(daemon.run)
+
+            if mode == "userspace":
+                return serve(None)
+            return run_keeper(
+                mountpoint,
+                allow_other=policy.allow_other,
+                serve=serve,
+                log=logging.getLogger("tierfs.keeper"),
+            )
+    except TierfsError as error:
+        log.error("%s", error)
+        report(json.dumps({"message": str(error), "exit_code": error.exit_code}))
+        return error.exit_code
+    except (OSError, RuntimeError) as error:
+        log.exception("the mount failed")
+        report(json.dumps({"message": f"{mountpoint}: {error}", "exit_code": 1}))
+        return 1

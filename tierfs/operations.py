@@ -1,0 +1,272 @@
+"""What the control socket and the user.tierfs.* attributes answer: status, info, flush and the rest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from tierfs.catalog import Catalog
+from tierfs.errors import UsageError
+from tierfs.fs.namespace import Namespace
+from tierfs.fs.space import Space
+from tierfs.fuse.session import KeeperSession
+from tierfs.migrator.migrator import Migrator
+from tierfs.policy.model import Policy
+from tierfs.types import ROOT_INO, Attributes, ReplicaState, Usage
+
+Json = dict[str, Any]
+Progress = Callable[[int, int, str], Awaitable[None]]
+Handler = Callable[[Json, Progress], Awaitable[Json]]
+
+
+class Host(Protocol):
+    """What this module needs to know of the daemon."""
+
+    policy: Policy
+    mountpoint: Path
+    mode: str
+    why: str
+    session: KeeperSession | None
+    catalog: Catalog
+
+
+class Operations:
+    def __init__(self, host: Host, names: Namespace, migrator: Migrator, space: Space) -> None:
+        self._host = host
+        self._names = names
+        self._migrator = migrator
+        self._space = space
+        self._keep_memory = False
+
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "status": self.status,
+            "info": self.info,
+            "flush": self.flush,
+            "warmup": self.warmup,
+            "evict": self.evict,
+            "pause": self.pause,
+            "resume": self.resume,
+            "restart": self.restart,
+            "detach": self.detach,
+        }
+
+    # space
+
+    def total_usage(self) -> Usage:
+        """All tiers together, for statfs: clean copies that eviction frees at once count as available."""
+        capacity = used = available = 0
+        for config in self._host.policy.tiers:
+            try:
+                usage = self._space.usage(config.name)
+            except OSError:
+                continue
+            capacity += usage.capacity
+            used += usage.used
+            available += usage.available
+        return Usage(capacity, used, available)
+
+    def _tier(self, name: str) -> Json:
+        config = self._host.policy.tier(name)
+        sums = self._host.catalog.tier_sums(name)
+        error = self._migrator.last_errors.get(name) if name in self._migrator.outages else None
+        try:
+            usage = self._space.usage(name)
+        except OSError as failure:
+            usage = Usage(0, 0, 0)
+            error = error or str(failure)
+        durable = sums.get(ReplicaState.DURABLE, 0)
+        written = sums.get(ReplicaState.WRITTEN, 0)
+        clean = durable + self._host.catalog.clean_bytes(name, self._below(name)) if not config.persistent else durable
+        return {
+            "name": name,
+            "kind": config.kind,
+            "capacity": usage.capacity,
+            "used": usage.used,
+            "clean": clean,
+            "dirty": durable + written - clean,
+            "open": sum(
+                os.fstat(inode.fd).st_size
+                for inode in self._names.files.inodes.values()
+                if inode.writers and inode.replica.tier == name
+            ),
+            "state": "failing" if error else "ok",
+            "last_error": error,
+        }
+
+    def _below(self, name: str) -> list[str]:
+        names = [tier.name for tier in self._host.policy.tiers if tier.persistent]
+        return [n for n in names if n != name]
+
+    # control operations
+
+    async def status(self, args: Json, progress: Progress) -> Json:
+        files, size, oldest = self._host.catalog.backlog()
+        session = self._host.session
+        open_bytes = sum(
+            os.fstat(i.fd).st_size
+            for i in self._names.files.inodes.values()
+            if i.writers and i.replica.state is ReplicaState.OPEN
+        )
+        return {
+            "mountpoint": str(self._host.mountpoint),
+            "mode": self._host.mode,
+            "mode_reason": self._host.why,
+            "keeper_pid": session.keeper_pid if session else None,
+            "daemon_pid": os.getpid(),
+            "daemon_restarts": session.restarts if session else 0,
+            "paused": self._migrator.paused,
+            "tiers": [self._tier(tier.name) for tier in self._host.policy.tiers],
+            "drain": {
+                "queued_files": files,
+                "queued_bytes": size,
+                "unsynced_bytes": self._host.catalog.unsynced_bytes() + open_bytes,
+                "oldest_age_s": max(0.0, (time.time_ns() - oldest) / 1e9) if oldest else 0.0,
+                "rate_bytes_s": self._migrator.rate,
+            },
+            "held_deletes": {"files": 0, "bytes": 0},
+        }
+
+    def _find(self, path: str) -> Attributes:
+        names = tuple(part for part in os.fsencode(path).split(b"/") if part not in (b"", b"."))
+        found = self._host.catalog.resolve(names)
+        if found is None:
+            raise UsageError(f"{self._host.mountpoint}/{path}: no such file")
+        return self._names.current(found)
+
+    async def info(self, args: Json, progress: Progress) -> Json:
+        attributes = self._find(str(args.get("path", "")))
+        if not stat.S_ISREG(attributes.mode):
+            raise UsageError(f"{args.get('path') or '/'}: only regular files have replicas")
+        replicas = [
+            {
+                "tier": replica.tier,
+                "version": replica.version,
+                "state": replica.state.name.lower(),
+                "bytes": replica.size,
+                "key": replica.key or None,
+                "digest": replica.digest.hex() if replica.digest else None,
+            }
+            for replica in self._host.catalog.replicas(attributes.ino)
+        ]
+        return {
+            "path": args.get("path", ""),
+            "size": attributes.size,
+            "version": attributes.version,
+            "replicas": replicas,
+            "durable": self._durable_at(attributes),
+        }
+
+    def _durable_at(self, attributes: Attributes) -> str | None:
+        """The lowest tier on which the current version is durable."""
+        found = {
+            r.tier
+            for r in self._host.catalog.replicas(attributes.ino)
+            if r.version == attributes.version and r.state is ReplicaState.DURABLE
+        }
+        lowest = [tier.name for tier in self._host.policy.tiers if tier.persistent and tier.name in found]
+        return lowest[-1] if lowest else None
+
+    async def flush(self, args: Json, progress: Progress) -> Json:
+        top = self._find(str(args.get("path") or "")).ino
+        tier = self._tier_name(args.get("to"))
+        timeout = float(args["timeout"]) if args.get("timeout") is not None else float("inf")
+        files, size = await self._migrator.flush(top, tier, timeout, lambda d, t: progress(d, t, "draining"))
+        return {"files": files, "bytes": size, "tier": tier}
+
+    def _tier_name(self, name: object) -> str:
+        tiers = [tier.name for tier in self._host.policy.tiers]
+        if name is None:
+            return tiers[-1]
+        if name not in tiers:
+            raise UsageError(f"no tier is called {name}; there are {', '.join(tiers)}")
+        if not self._host.policy.tier(str(name)).persistent:
+            raise UsageError(f"tier {name} is memory: nothing is durable there")
+        return str(name)
+
+    async def warmup(self, args: Json, progress: Progress) -> Json:
+        wanted = self._files(args)
+        total = sum(a.size for a in wanted)
+        done = recalled = 0
+        for attributes in wanted:
+            recalled += await self._migrator.warmup(attributes)
+            done += attributes.size
+            await progress(done, total, "recalling")
+        return {"files": len(wanted), "recalled": recalled, "bytes": total}
+
+    def _files(self, args: Json) -> list[Attributes]:
+        return [a for path in args.get("paths", []) for a in self._host.catalog.subtree(self._find(str(path)).ino)]
+
+    async def evict(self, args: Json, progress: Progress) -> Json:
+        local = list(self._names.files.stores)
+        tiers = [str(args["from"])] if args.get("from") else local
+        if any(tier not in local for tier in tiers):
+            raise UsageError(f"cannot evict from {tiers[0]}; tiers with evictable copies: {', '.join(local)}")
+        evicted = kept = size = 0
+        wanted = self._files(args)
+        for index, attributes in enumerate(wanted):
+            for tier in tiers:
+                if self._host.catalog.replica(attributes.ino, attributes.version, tier) is None:
+                    continue
+                if self._migrator.evict(attributes.ino, attributes.version, tier):
+                    evicted += 1
+                    size += attributes.size
+                else:
+                    kept += 1
+            if index % 256 == 0:
+                await progress(index, len(wanted), "evicting")
+        return {"evicted": evicted, "kept": kept, "bytes": size}
+
+    async def pause(self, args: Json, progress: Progress) -> Json:
+        self._migrator.paused = True
+        return {"paused": True}
+
+    async def resume(self, args: Json, progress: Progress) -> Json:
+        self._migrator.paused = False
+        self._migrator.changed()
+        return {"paused": False}
+
+    async def restart(self, args: Json, progress: Progress) -> Json:
+        session = self._host.session
+        if session is None:
+            raise UsageError("mode userspace has no keeper that could restart the daemon; umount and mount instead")
+        os.kill(session.keeper_pid, signal.SIGHUP)
+        return {"daemon_pid": os.getpid()}
+
+    async def detach(self, args: Json, progress: Progress) -> Json:
+        """Called before umount; ``drain: false`` leaves undrained files in memory for the next mount."""
+        self._keep_memory = not args.get("drain", True)
+        return {"detached": True}
+
+    # the end of a mount
+
+    async def drain_rest(self) -> None:
+        """Drain what is left, unless the umount asked not to. NotDurableInTime never: there is no timeout."""
+        if self._keep_memory:
+            return
+        self._migrator.paused = False
+        await self._migrator.flush(ROOT_INO, self._host.policy.tiers[-1].name, float("inf"))
+
+    def everything_durable(self) -> bool:
+        """Whether the memory tiers hold nothing that a persistent tier lacks."""
+        return not self._keep_memory and self._host.catalog.unsynced_bytes() == 0
+
+    # attributes for programs without the CLI
+
+    def virtual_xattrs(self, attributes: Attributes) -> dict[bytes, bytes]:
+        if not stat.S_ISREG(attributes.mode):
+            return {}
+        local = self._names.files.local_replica(attributes)
+        tier = local.tier if local else self._durable_at(attributes)
+        return {
+            b"user.tierfs.tier": (tier or "").encode(),
+            b"user.tierfs.durable": (self._durable_at(attributes) or "none").encode(),
+            b"user.tierfs.version": str(attributes.version).encode(),
+        }
+
+

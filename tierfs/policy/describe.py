@@ -1,0 +1,64 @@
+"""A policy told back as JSON-able values, for ``tierfs explain`` and ``tierfs check``. Pure."""
+
+from __future__ import annotations
+
+import os
+
+from tierfs.policy.match import CATCH_ALL, RuleMatcher
+from tierfs.policy.model import Keep, Policy, Rule
+
+
+def explain(policy: Policy, path: bytes) -> dict[str, object]:
+    """How the policy treats ``path`` (relative to the mount root): which rule, by which pattern, and what it says.
+
+    ``path`` comes back as str with surrogateescape. Raises LookupError when no rule matches, which a loaded policy
+    rules out.
+    """
+    matcher = RuleMatcher(policy.rules)
+    index, rule = matcher.rule_for(path)
+    return {"path": os.fsdecode(path), "rule": index, "pattern": matcher.pattern_for(path)} | _treatment(policy, rule)
+
+
+def check_summary(policy: Policy) -> dict[str, object]:
+    """The whole policy with its defaults filled in. Sizes in bytes, rates in bytes per second, marks as fractions.
+
+    ``unreachable_rules`` lists the indexes of rules behind a catch-all. Raises nothing.
+    """
+    first_catch_all = next(
+        (i for i, rule in enumerate(policy.rules) if any(p in CATCH_ALL for p in rule.match)), len(policy.rules)
+    )
+    return {
+        "source": policy.source,
+        "mount": None if policy.mount is None else str(policy.mount),
+        "mode": policy.mode,
+        "allow_other": policy.allow_other,
+        "state": str(policy.state),
+        "tiers": [
+            {
+                "name": tier.name,
+                "kind": tier.kind,
+                "path": None if tier.path is None else str(tier.path),
+                "size": tier.size,
+                "high": tier.high,
+                "low": tier.low,
+                "numa": list(tier.numa),
+                "huge": tier.huge if tier.kind == "memory" else None,
+                "persistent": tier.persistent,
+                "archive": tier is policy.tiers[-1],
+            }
+            for tier in policy.tiers
+        ],
+        "rules": [{"match": list(rule.match)} | _treatment(policy, rule) for rule in policy.rules],
+        "unreachable_rules": list(range(first_catch_all + 1, len(policy.rules))),
+        "limits": {"drain": policy.limits.drain, "transfers": policy.limits.transfers},
+    }
+
+
+def _treatment(policy: Policy, rule: Rule) -> dict[str, object]:
+    return {
+        "ack": rule.ack,
+        "close": rule.close or "ack",
+        "fsync": rule.fsync or "ack",
+        "drain": rule.drain or "none",
+        "keep": {tier.name: rule.keep.get(tier.name, Keep.WATERMARK).value for tier in policy.tiers},
+    }

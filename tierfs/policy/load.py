@@ -1,0 +1,547 @@
+"""Read a policy file. Strict: the first mistake is a ConfigError ``FILE:LINE: KEYPATH: what is wrong; what to do``.
+
+``parse_policy`` looks at the text only, ``check_paths`` at the directories that a policy names, so that
+``tierfs explain`` works on any machine. The only importer of yaml; nodes are composed, never constructed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+import yaml
+
+from tierfs.errors import ConfigError
+from tierfs.policy.match import CATCH_ALL, compile_pattern
+from tierfs.policy.model import Keep, Limits, Mode, Policy, Rule, TierConfig, TierKind
+from tierfs.units import parse_percent, parse_rate, parse_size
+
+MAX_BYTES = 1 << 20
+"""Largest policy file read, in bytes."""
+
+DEFAULT_HIGH, DEFAULT_LOW = 0.85, 0.60
+MAX_TRANSFERS = 64
+
+_POLICY_KEYS = ("mount", "mode", "allow_other", "state", "tiers", "rules", "limits")
+_TIER_KEYS = ("kind", "path", "size", "numa", "huge", "high", "low")
+_RULE_KEYS = ("match", "ack", "close", "fsync", "drain", "keep")
+_LIMIT_KEYS = ("drain", "transfers")
+_MODES = ("auto", "passthrough", "userspace")
+_KINDS = ("memory", "dir")
+_HUGE = ("never", "within_size", "always", "advise")
+_KEEPS = tuple(keep.value for keep in Keep)
+_RESERVED = ("ack", "none")
+_TIER_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
+_OBJECT = "use kind: dir with the path of a mounted file system"
+_UNSUPPORTED_POLICY = {"policy": "remove it and write rules"}
+_UNSUPPORTED_TIER = {
+    "layout": "remove it (the archive always has layout tree)",
+    "codec": "remove it (files are stored as they are)",
+    "url": _OBJECT,
+}
+_UNSUPPORTED_RULE = {"durable_within": "remove it (drains start as soon as a file is closed)"}
+_UNSUPPORTED_LIMITS = {"unsynced": "remove it (the sizes of the tiers are the limit)"}
+_TOP = "(file)"
+
+_T = TypeVar("_T")
+
+
+def load_policy(path: Path, *, mountpoint: Path | None = None) -> Policy:
+    """Read and parse the policy file at ``path``; ``mountpoint`` wins over its ``mount``.
+
+    The directories that it names are not looked at: ``check_paths`` does that. Raises ConfigError.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise _error(str(path), 1, _TOP, f"cannot be read ({error.strerror})", "check the path and its mode") from error
+    if len(data) > MAX_BYTES:
+        raise _error(str(path), 1, _TOP, "is larger than 1MiB", "give the path of a policy file")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise _error(str(path), line, _TOP, "is not UTF-8 text", "save the file as UTF-8") from error
+    return parse_policy(text, str(path), mountpoint=mountpoint)
+
+
+def parse_policy(text: str, source: str, *, mountpoint: Path | None = None) -> Policy:
+    """The policy that ``text`` says; ``source`` names it in messages; ``mountpoint`` wins over its ``mount``.
+
+    Looks at no file. Raises ConfigError, and nothing else, for every mistake in ``text``.
+    """
+    root = _compose(text, source)
+    fields = root.mapping(_POLICY_KEYS, _UNSUPPORTED_POLICY)
+    mount = fields["mount"].directory() if "mount" in fields else None
+    if mountpoint is not None:
+        mount = Path(os.path.abspath(mountpoint))
+    mode = fields["mode"].choice(_MODES) if "mode" in fields else "auto"
+    allow_other = fields["allow_other"].boolean() if "allow_other" in fields else False
+    if "tiers" not in fields:
+        raise root.error("tiers is missing", "list the tiers, fastest first, the archive last", key="tiers")
+    tiers = _tiers(fields["tiers"])
+    return Policy(
+        source=source,
+        mount=mount,
+        mode=cast(Mode, mode),
+        allow_other=allow_other,
+        state=fields["state"].directory() if "state" in fields else _default_state(tiers),
+        tiers=tiers,
+        rules=_rules(fields.get("rules"), tiers),
+        limits=_limits(fields["limits"]) if "limits" in fields else Limits(),
+    )
+
+
+def check_paths(policy: Policy) -> None:
+    """Look at the directories that ``policy`` names: all there, none inside another where that would do harm.
+
+    Lines are found by reading ``policy.source`` again; without it the message says line 1. Raises ConfigError.
+    """
+    lines = _source_lines(policy.source)
+
+    def refuse(key: str, problem: str, remedy: str) -> ConfigError:
+        return _error(policy.source, lines.get(key, lines.get(key.rpartition(".")[0], 1)), key, problem, remedy)
+
+    mount = None
+    if policy.mount is not None:
+        _require_directory(policy.mount, "mount", refuse)
+        mount = _real(policy.mount)
+    seen: list[tuple[TierConfig, Path]] = []
+    for tier in policy.tiers:
+        if tier.path is None:
+            continue
+        key = f"tiers.{tier.name}.path"
+        _require_directory(tier.path, key, refuse)
+        real = _real(tier.path)
+        if mount is not None and real.is_relative_to(mount):
+            raise refuse(key, f"{tier.path} is inside the mountpoint {mount}", "move the tier out of the mountpoint")
+        if mount is not None and mount.is_relative_to(real):
+            raise refuse(
+                "mount", f"the mountpoint {mount} is inside tier {tier.name} ({real})", "mount outside every tier"
+            )
+        for other, its in seen:
+            if real == its:
+                raise refuse(
+                    key, f"{tier.path} is also the path of tier {other.name}", "give each tier its own directory"
+                )
+            if real.is_relative_to(its) or its.is_relative_to(real):
+                inner, outer = (tier, other) if real.is_relative_to(its) else (other, tier)
+                raise refuse(key, f"tier {inner.name} is inside tier {outer.name}", "put the tiers beside each other")
+        seen.append((tier, real))
+    _check_state(policy, mount, seen, refuse)
+
+
+_Refuse = Callable[[str, str, str], ConfigError]
+
+
+def _check_state(policy: Policy, mount: Path | None, tiers: list[tuple[TierConfig, Path]], refuse: _Refuse) -> None:
+    state = _real(policy.state)
+    existing = state
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    _require_directory(existing, "state", refuse)
+    if mount is not None and state.is_relative_to(mount):
+        raise refuse("state", f"{policy.state} is inside the mountpoint {mount}", "choose a directory outside of it")
+    if mount is not None and mount.is_relative_to(state):
+        raise refuse("mount", f"the mountpoint {mount} is inside the state directory {state}", "mount outside of it")
+    for tier, real in tiers:
+        if real.is_relative_to(state):
+            raise refuse("state", f"{policy.state} holds tier {tier.name} ({real})", "choose a directory of its own")
+        if not state.is_relative_to(real):
+            continue
+        if not tier.persistent:
+            raise refuse("state", f"{policy.state} is in memory (tier {tier.name})", "choose a directory on a disk")
+        if tier is policy.tiers[-1]:
+            own = real / ".tierfs"
+            if own not in state.parents or state.is_relative_to(own / "tmp"):
+                raise refuse(
+                    "state", f"{policy.state} is inside the archive's tree", f"use {own / 'state'} or another directory"
+                )
+        elif state.is_relative_to(real / "data"):
+            raise refuse(
+                "state", f"{policy.state} is among the replicas of tier {tier.name}", f"use {real / '.tierfs-state'}"
+            )
+
+
+def _require_directory(path: Path, key: str, refuse: _Refuse) -> None:
+    try:
+        is_directory = os.path.isdir(path) or not os.stat(path)
+    except FileNotFoundError:
+        raise refuse(key, f"{path} does not exist", f"create it (mkdir -p {path}) or correct the path") from None
+    except OSError as error:
+        raise refuse(key, f"{path} cannot be used ({error.strerror})", "correct the path or its mode") from error
+    if not is_directory:
+        raise refuse(key, f"{path} is not a directory", "give the path of a directory")
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _source_lines(source: str) -> dict[str, int]:
+    """Line of every mapping key of a policy file by key path, three levels deep; empty when it cannot be read."""
+    try:
+        level = [_compose(Path(source).read_text(encoding="utf-8-sig"), source)]
+    except (OSError, ValueError, ConfigError):
+        return {}
+    lines: dict[str, int] = {}
+    for _ in range(3):
+        level = [child for at in level if isinstance(at.node, yaml.MappingNode) for child in at.mapping().values()]
+        lines |= {at.path: at.line for at in level}
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class _At:
+    """A value in the file: its node, its key path ("" at the top) and the line of its key."""
+
+    source: str
+    path: str
+    line: int
+    node: yaml.Node
+
+    def error(self, problem: str, remedy: str, *, key: str = "", line: int = 0) -> ConfigError:
+        path = ".".join(part for part in (self.path, key) if part)
+        return _error(self.source, line or self.line, path or _TOP, problem, remedy)
+
+    def mapping(
+        self, valid: Collection[str] | None = None, unsupported: Mapping[str, str] | None = None
+    ) -> dict[str, _At]:
+        """The entries by key; keys outside ``valid`` (None: any) are refused, ``unsupported`` ones with a remedy."""
+        if not isinstance(self.node, yaml.MappingNode):
+            raise self.error(f"must be a mapping, not {self.kind()}", "write KEY: VALUE entries below it")
+        entries: dict[str, _At] = {}
+        for key_node, value in self.node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != "tag:yaml.org,2002:str":
+                shown = _quote(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
+                remedy = f"use one of {_listed(valid)}" if valid else "write a name, in quotes where YAML needs them"
+                raise self.error(f"the key {shown} is not a name", remedy, line=line)
+            name = str(key_node.value)
+            if name in entries:
+                raise self.error(
+                    f"is a duplicate key, first given on line {entries[name].line}", "remove one", key=_shown(name), line=line
+                )
+            entries[name] = _At(self.source, f"{self.path}.{_shown(name)}".lstrip("."), line, value)
+        if valid is not None:
+            for name, at in entries.items():
+                if unsupported and name in unsupported:
+                    raise at.error(f"{name} is not supported in this version", unsupported[name])
+                if name not in valid:
+                    raise at.error("unknown key", _nearest(name, valid))
+        return entries
+
+    def items(self) -> list[_At]:
+        if not isinstance(self.node, yaml.SequenceNode):
+            raise self.error(f"must be a list, not {self.kind()}", "write it as [A, B] or one '- ' entry per line")
+        return [
+            _At(self.source, f"{self.path}[{i}]", node.start_mark.line + 1, node)
+            for i, node in enumerate(self.node.value)
+        ]
+
+    def kind(self) -> str:
+        """What the value is, in words."""
+        if isinstance(self.node, yaml.MappingNode):
+            return "a mapping"
+        if isinstance(self.node, yaml.SequenceNode):
+            return "a list"
+        names = {"null": "empty", "int": "a number", "float": "a number", "bool": "a boolean", "str": "text"}
+        name = names.get(self.node.tag.rpartition(":")[2], "a value with a tag")
+        return name if name in ("empty", "text") else f"{name} ({_quote(self.node.value)})"
+
+    def is_scalar(self, *tags: str) -> bool:
+        return isinstance(self.node, yaml.ScalarNode) and self.node.tag in {f"tag:yaml.org,2002:{tag}" for tag in tags}
+
+    def text(self, remedy: str) -> str:
+        if not self.is_scalar("str"):
+            raise self.error(f"must be text, not {self.kind()}", remedy)
+        return str(self.node.value)
+
+    def boolean(self) -> bool:
+        value = str(self.node.value).lower()
+        if not self.is_scalar("bool") or value not in ("true", "false", "yes", "no", "on", "off"):
+            raise self.error(f"must be true or false, not {self.kind()}", "write true or false without quotes")
+        return value in ("true", "yes", "on")
+
+    def integer(self, low: int, high: int) -> int:
+        value = str(self.node.value)
+        if not self.is_scalar("int") or not re.fullmatch(r"-?(0|[1-9][0-9]{0,17})", value):
+            raise self.error(f"must be a whole number, not {self.kind()}", f"write a number from {low} to {high}")
+        if not low <= int(value) <= high:
+            raise self.error(f"{value} is out of range", f"write a number from {low} to {high}")
+        return int(value)
+
+    def choice(self, choices: Collection[str]) -> str:
+        value = self.text(f"use one of {_listed(choices)}")
+        if value not in choices:
+            raise self.error(f"{_quote(value)} is not a valid value", _nearest(value, choices))
+        return value
+
+    def unit(self, parse: Callable[[str], _T], what: str, example: str) -> _T:
+        """The value as ``parse`` (of tierfs.units) reads it; a bare number is passed on as it is written."""
+        if not self.is_scalar("str", "int", "float"):
+            raise self.error(f"must be a {what}, not {self.kind()}", f"write for example {example}")
+        try:
+            return parse(str(self.node.value))
+        except ValueError as error:
+            raise _error_of(self, error) from None
+
+    def directory(self) -> Path:
+        value = self.text("write an absolute path")
+        try:
+            usable = b"\0" not in os.fsencode(value)
+        except UnicodeEncodeError:
+            usable = False
+        if not usable:
+            raise self.error("holds a character that no path can hold", "correct the path")
+        if not value.startswith("/"):
+            raise self.error(f"{_quote(value)} is not an absolute path", "write the path from '/' on")
+        return Path(value)
+
+
+def _compose(text: str, source: str) -> _At:
+    try:
+        node = cast("yaml.Node | None", yaml.compose(text, Loader=yaml.SafeLoader))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = " ".join(part for part in (error.context, error.problem) if part).replace("\n", " ")
+        remedy = "correct the YAML"
+        if "alias" in problem or "anchor" in problem:
+            remedy = 'put patterns that begin with * in quotes, such as "**/*.pt"'
+        elif "\\t" in problem:
+            remedy = "indent with spaces, not tabs"
+        raise _error(source, mark.line + 1 if mark else 1, _TOP, f"is not valid YAML ({problem})", remedy) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise _error(source, line, _TOP, "holds a character that YAML does not allow", "remove it") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise _error(source, 1, _TOP, f"is not valid YAML ({error})", "correct the YAML") from None
+    except RecursionError:
+        raise _error(source, 1, _TOP, "is nested too deeply", "a policy needs four levels at most") from None
+    if node is None:
+        raise _error(source, 1, _TOP, "is empty", "write at least tiers with one tier of kind dir")
+    return _At(source, "", node.start_mark.line + 1, node)
+
+
+def _tiers(at: _At) -> tuple[TierConfig, ...]:
+    entries = at.mapping()
+    if not entries:
+        raise at.error("is empty", "list at least one tier of kind dir, the archive")
+    for name, entry in entries.items():
+        if name in _RESERVED:
+            raise entry.error(f"{name} is a word of its own in rules", "choose another name for the tier")
+        if not _TIER_NAME.fullmatch(name):
+            raise entry.error(
+                f"{_quote(name)} is not a valid tier name", "use up to 32 letters, digits, '-' and '_', a letter first"
+            )
+    tiers = tuple(_tier(name, entry) for name, entry in entries.items())
+    for index, tier in enumerate(tiers):
+        if tier.kind == "memory":
+            kind = entries[tier.name].mapping()["kind"]
+            if index == len(tiers) - 1:
+                raise kind.error("the last tier is the archive and must be kind dir", "add a tier of kind dir after it")
+            if index > 0:
+                raise kind.error("a memory tier must be the first tier", f"move {tier.name} to the top of tiers")
+    return tiers
+
+
+def _tier(name: str, at: _At) -> TierConfig:
+    raw = at.mapping()
+    if "kind" in raw and raw["kind"].is_scalar("str") and raw["kind"].node.value == "object":
+        raise raw["kind"].error("kind: object is not supported in this version", _OBJECT)
+    fields = at.mapping(_TIER_KEYS, _UNSUPPORTED_TIER)
+    if "kind" not in fields:
+        raise at.error("kind is missing", "write kind: memory or kind: dir", key="kind")
+    kind = cast(TierKind, fields["kind"].choice(_KINDS))
+    path = fields["path"].directory() if "path" in fields else None
+    size = None
+    if "size" in fields:
+        size = fields["size"].unit(parse_size, "size", "64GiB")
+        if size == 0:
+            raise fields["size"].error("must be more than zero", "write for example 64GiB")
+    if kind == "dir" and path is None:
+        raise at.error("a tier of kind dir needs a path", "write path: and the directory of the tier", key="path")
+    if kind == "memory" and path is None and size is None:
+        raise at.error(
+            "a memory tier without a path needs a size", "write for example size: 64GiB, or give it a path", key="size"
+        )
+    for key in ("numa", "huge"):
+        if key in fields and (kind == "dir" or path is not None):
+            raise fields[key].error(
+                f"{key} applies only to the tmpfs of a memory tier without a path", f"remove {key}, or remove path"
+            )
+    high = _watermark(fields.get("high"), DEFAULT_HIGH)
+    low = _watermark(fields.get("low"), DEFAULT_LOW)
+    if low >= high:
+        raise fields["low" if "low" in fields else "high"].error(
+            f"the low watermark ({low * 100:g}%) is not below the high one ({high * 100:g}%)",
+            "set low below high (defaults: low 60%, high 85%)",
+        )
+    return TierConfig(
+        name=name,
+        kind=kind,
+        path=path,
+        size=size,
+        high=high,
+        low=low,
+        numa=_numa(fields["numa"]) if "numa" in fields else (),
+        huge=fields["huge"].choice(_HUGE) if "huge" in fields else "within_size",
+    )
+
+
+def _watermark(at: _At | None, default: float) -> float:
+    if at is None:
+        return default
+    value = at.unit(parse_percent, "percentage", "85%")
+    if value <= 0:
+        raise at.error("0% is out of range", "write a percentage above 0% and up to 100%")
+    return value
+
+
+def _numa(at: _At) -> tuple[int, ...]:
+    nodes = tuple(item.integer(0, 1023) for item in at.items())
+    if not nodes:
+        raise at.error("is empty", "list at least one NUMA node, such as [2], or remove numa")
+    if len(set(nodes)) < len(nodes):
+        raise at.error("names a NUMA node twice", "list each node once")
+    return nodes
+
+
+def _default_state(tiers: tuple[TierConfig, ...]) -> Path:
+    first = next(tier for tier in tiers if tier.persistent)
+    assert first.path is not None  # a dir tier has one
+    return first.path / ".tierfs" / "state" if first is tiers[-1] else first.path / ".tierfs-state"
+
+
+def _rules(at: _At | None, tiers: tuple[TierConfig, ...]) -> tuple[Rule, ...]:
+    rules = [] if at is None else [_rule(item, tiers) for item in at.items()]
+    if not rules or not any(pattern in CATCH_ALL for pattern in rules[-1].match):
+        last = tiers[-1].name
+        rules.append(Rule(match=("**",), ack=tiers[0].name, close=None, fsync=None, drain=last, keep={}))
+    return tuple(rules)
+
+
+def _rule(at: _At, tiers: tuple[TierConfig, ...]) -> Rule:
+    fields = at.mapping(_RULE_KEYS, _UNSUPPORTED_RULE)
+    if "match" not in fields:
+        raise at.error("match is missing", 'write a pattern, such as match: "**/*.pt"', key="match")
+    order = [tier.name for tier in tiers]
+    ack = _tier_name(fields["ack"], order) if "ack" in fields else order[0]
+    drain: str | None = order[-1]
+    if "drain" in fields:
+        drain = _tier_name(fields["drain"], order, word="none")
+        if drain == "none":
+            drain = None
+        elif order.index(drain) < order.index(ack):
+            raise fields["drain"].error(
+                f"drain tier {drain} is above the ack tier {ack}", f"drain to {ack} or a tier below it, or write none"
+            )
+    lowest = ack if drain is None else drain
+    return Rule(
+        match=_match(fields["match"]),
+        ack=ack,
+        close=_wait(fields.get("close"), tiers, ack, lowest),
+        fsync=_wait(fields.get("fsync"), tiers, ack, lowest),
+        drain=drain,
+        keep=_keep(fields["keep"], order) if "keep" in fields else {},
+    )
+
+
+def _match(at: _At) -> tuple[str, ...]:
+    remedy = 'write a pattern in quotes, such as "**/*.pt", or a list of them'
+    items = at.items() if isinstance(at.node, yaml.SequenceNode) else [at]
+    if not items:
+        raise at.error("is empty", remedy)
+    patterns = []
+    for item in items:
+        pattern = item.text(remedy)
+        try:
+            compile_pattern(pattern)
+        except ValueError as error:
+            raise _error_of(item, error) from None
+        patterns.append(pattern)
+    return tuple(patterns)
+
+
+def _tier_name(at: _At, order: list[str], *, word: str | None = None) -> str:
+    valid = [*order, word] if word else order
+    name = at.text(f"use one of {_listed(valid)}")
+    if name not in valid:
+        raise at.error(f"there is no tier {_quote(name)}", _nearest(name, valid))
+    return name
+
+
+def _wait(at: _At | None, tiers: tuple[TierConfig, ...], ack: str, lowest: str) -> str | None:
+    if at is None:
+        return None
+    order = [tier.name for tier in tiers]
+    name = _tier_name(at, order, word="ack")
+    if name == "ack":
+        return None
+    possible = tiers[order.index(ack) : order.index(lowest) + 1]
+    remedy = f"use one of {_listed(['ack', *(tier.name for tier in possible if tier.persistent)])}"
+    if not tiers[order.index(name)].persistent:
+        raise at.error(f"tier {name} is not persistent, nothing becomes durable there", remedy)
+    if name not in {tier.name for tier in possible}:
+        where = f"the ack tier {ack} and the drain target {lowest}" if lowest != ack else f"the only tier used, {ack}"
+        problem = "is not between" if lowest != ack else "is not"
+        raise at.error(f"tier {name} {problem} {where}", remedy)
+    return name
+
+
+def _keep(at: _At, order: list[str]) -> dict[str, Keep]:
+    counts = "use watermark, all or none"
+    if at.is_scalar("int"):
+        raise at.error("integer keep counts are not supported in this version", f"{counts} per tier")
+    keep = {}
+    for name, entry in at.mapping().items():
+        if name not in order:
+            raise entry.error(f"there is no tier {_quote(name)}", _nearest(name, order))
+        if entry.is_scalar("int"):
+            raise entry.error("integer keep counts are not supported in this version", counts)
+        keep[name] = Keep(entry.choice(_KEEPS))
+        if keep[name] is Keep.NONE and name == order[-1]:
+            raise entry.error("the archive always keeps its files, no tier is below it", "write all, or remove it")
+    return keep
+
+
+def _limits(at: _At) -> Limits:
+    fields = at.mapping(_LIMIT_KEYS, _UNSUPPORTED_LIMITS)
+    return Limits(
+        drain=fields["drain"].unit(parse_rate, "rate", "2GiB/s") if "drain" in fields else None,
+        transfers=fields["transfers"].integer(1, MAX_TRANSFERS) if "transfers" in fields else Limits().transfers,
+    )
+
+
+def _error(source: str, line: int, key: str, problem: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{source}:{line}: {key}: {problem}; {remedy}")
+
+
+def _error_of(at: _At, error: ValueError) -> ConfigError:
+    problem, _, remedy = str(error).partition("; ")
+    return at.error(problem, remedy)
+
+
+def _nearest(name: str, valid: Collection[str]) -> str:
+    near = difflib.get_close_matches(name[:64].lower(), valid, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"use one of {_listed(valid)}"
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(names)
+
+
+def _quote(value: object) -> str:
+    text = str(value)
+    return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+def _shown(name: str) -> str:
+    """A key as it appears in a key path: as it is when harmless, quoted and cut otherwise."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name) else _quote(name)
