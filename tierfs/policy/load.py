@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import stat
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from tierfs.policy.match import CATCH_ALL, compile_pattern
 from tierfs.policy.model import Keep, Limits, Mode, Policy, Rule, TierConfig, TierKind
 from tierfs.units import parse_percent, parse_rate, parse_size
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 256 << 10
 """Largest policy file read, in bytes."""
 
 DEFAULT_HIGH, DEFAULT_LOW = 0.85, 0.60
@@ -62,7 +63,7 @@ def load_policy(path: Path, *, mountpoint: Path | None = None) -> Policy:
     except OSError as error:
         raise _error(str(path), 1, _TOP, f"cannot be read ({error.strerror})", "check the path and its mode") from error
     if len(data) > MAX_BYTES:
-        raise _error(str(path), 1, _TOP, "is larger than 1MiB", "give the path of a policy file")
+        raise _error(str(path), 1, _TOP, "is larger than 256KiB", "give the path of a policy file")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -171,7 +172,7 @@ def _check_state(policy: Policy, mount: Path | None, tiers: list[tuple[TierConfi
 
 def _require_directory(path: Path, key: str, refuse: _Refuse) -> None:
     try:
-        is_directory = os.path.isdir(path) or not os.stat(path)
+        is_directory = stat.S_ISDIR(os.stat(path).st_mode)
     except FileNotFoundError:
         raise refuse(key, f"{path} does not exist", f"create it (mkdir -p {path}) or correct the path") from None
     except OSError as error:
@@ -186,14 +187,14 @@ def _real(path: Path) -> Path:
 
 def _source_lines(source: str) -> dict[str, int]:
     """Line of every mapping key of a policy file by key path, three levels deep; empty when it cannot be read."""
+    lines: dict[str, int] = {}
     try:
         level = [_compose(Path(source).read_text(encoding="utf-8-sig"), source)]
+        for _ in range(3):
+            level = [child for at in level if isinstance(at.node, yaml.MappingNode) for child in at.mapping().values()]
+            lines |= {at.path: at.line for at in level}
     except (OSError, ValueError, ConfigError):
-        return {}
-    lines: dict[str, int] = {}
-    for _ in range(3):
-        level = [child for at in level if isinstance(at.node, yaml.MappingNode) for child in at.mapping().values()]
-        lines |= {at.path: at.line for at in level}
+        pass  # the file has changed or gone since: the line is a convenience
     return lines
 
 
@@ -226,7 +227,10 @@ class _At:
             name = str(key_node.value)
             if name in entries:
                 raise self.error(
-                    f"is a duplicate key, first given on line {entries[name].line}", "remove one", key=_shown(name), line=line
+                    f"is a duplicate key, first given on line {entries[name].line}",
+                    "remove one",
+                    key=_shown(name),
+                    line=line,
                 )
             entries[name] = _At(self.source, f"{self.path}.{_shown(name)}".lstrip("."), line, value)
         if valid is not None:
@@ -307,7 +311,7 @@ class _At:
 
 def _compose(text: str, source: str) -> _At:
     try:
-        node = cast("yaml.Node | None", yaml.compose(text, Loader=yaml.SafeLoader))
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(part for part in (error.context, error.problem) if part).replace("\n", " ")

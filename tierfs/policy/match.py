@@ -20,8 +20,12 @@ CATCH_ALL = ("**", "**/*")
 """Patterns that match every path."""
 
 # One UTF-8 character, or one byte where the name is not UTF-8; atomic, so that no character counts as two.
-_CHARACTER = rb"(?>[\x00-\x2e\x30-\x7f]|[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}|[\x80-\xff])"
-_TOKEN = re.compile(rb"(?P<dirs>(?:(?:(?<=/)|^)\*\*+/)+)|(?P<deep>\*\*+)|(?P<star>\*)|(?P<one>\?)|(?P<set>\[)|(?P<text>.)", re.S)
+_CHARACTER = (
+    rb"(?>[\x00-\x2e\x30-\x7f]|[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}|[\x80-\xff])"
+)
+_TOKEN = re.compile(
+    rb"(?P<dirs>(?:(?:(?<=/)|^)\*\*+/)+)|(?P<deep>\*\*+)|(?P<star>\*)|(?P<one>\?)|(?P<set>\[)|(?P<text>.)", re.S
+)
 
 
 def compile_pattern(pattern: str) -> re.Pattern[bytes]:
@@ -34,7 +38,7 @@ def compile_pattern(pattern: str) -> re.Pattern[bytes]:
     if pattern.startswith("/"):
         raise ValueError("patterns are relative to the mount; remove the leading '/'")
     if pattern.endswith("/"):
-        raise ValueError(f'a trailing \'/\' matches no file; write "{pattern.rstrip("/")}/**" for what is below')
+        raise ValueError(f"a trailing '/' matches no file; write \"{pattern.rstrip('/')}/**\" for what is below")
     if any(name in ("", ".", "..") for name in pattern.split("/")):
         raise ValueError("the names '', '.' and '..' never occur in a path; remove them from the pattern")
     try:
@@ -104,7 +108,9 @@ class RuleMatcher:
     def __init__(self, rules: Sequence[Rule]) -> None:
         """Compile every pattern. Raises ValueError for a malformed one (the loader rules that out)."""
         self._patterns = [
-            (index, rule, pattern, compile_pattern(pattern)) for index, rule in enumerate(rules) for pattern in rule.match
+            (index, rule, pattern, compile_pattern(pattern))
+            for index, rule in enumerate(rules)
+            for pattern in rule.match
         ]
         self._cached = functools.lru_cache(maxsize=CACHED_PATHS)(self._find)
 
