@@ -21,7 +21,7 @@ import trio
 from tierfs.catalog import Catalog
 from tierfs.control.protocol import MountRecord, mount_directory
 from tierfs.control.server import serve_control
-from tierfs.errors import MountError, TierfsError
+from tierfs.errors import MountError, TierError, TierfsError
 from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.namespace import Namespace
 from tierfs.fs.open_files import OpenFiles
@@ -174,7 +174,10 @@ class Daemon:
         self.catalog.close()
         if complete:
             for mount in self.tiers.mounts:
-                mount.unmount()
+                try:
+                    mount.unmount()
+                except TierError as error:
+                    log.info("%s; the next mount reuses it", error)
         return 0
 
     def _take_over(self, files: OpenFiles, names: Namespace, backing: BackingIds | None) -> None:
@@ -186,8 +189,7 @@ class Daemon:
             names.forget(list(names.orphans))
             return
         for handle in self.session.handles:
-            if not handle.is_dir:
-                files.adopt(handle.fh, handle.ino, handle.flags, handle.backing_id)
+            files.adopt(handle.fh, handle.ino, handle.flags, handle.backing_id)
         if backing is not None:
             backing.reclaim({handle.backing_id for handle in self.session.handles}, self.session.highest_backing_id)
         files.settle()
@@ -235,7 +237,8 @@ def run_mount(policy: Policy, mountpoint: Path, config: Path, ready_fd: int | No
     def report(line: str) -> None:
         nonlocal ready_fd
         if ready_fd is not None:
-            os.write(ready_fd, line.encode() + b"\n")
+            with contextlib.suppress(BrokenPipeError):
+                os.write(ready_fd, line.encode() + b"\n")
             os.close(ready_fd)
             ready_fd = None
 
@@ -247,7 +250,12 @@ def run_mount(policy: Policy, mountpoint: Path, config: Path, ready_fd: int | No
 
             def serve(session: KeeperSession | None) -> int:
                 daemon = Daemon(policy, mountpoint, config, mode, why, tiers, session, lambda: report("ok"))
-                return trio.run(daemon.run)
+                try:
+                    return trio.run(daemon.run)
+                except TierfsError as error:
+                    log.error("%s", error)
+                    report(json.dumps({"message": str(error), "exit_code": error.exit_code}))
+                    return error.exit_code
 
             if mode == "userspace":
                 return serve(None)

@@ -1,127 +1,216 @@
-"""A local tier: a private directory with one plain file per replica."""
+"""What tiers have in common, and the store of every tier but the archive: one plain file per replica."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
 import stat
 import uuid
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
-from tierfs.durable import TemporaryFile, create_temporary
+from tierfs.durable import TemporaryFile, create_temporary, fsync_directory
 from tierfs.errors import TierError
 from tierfs.types import Usage
 
-MARKER = "tierfs-tier"
+MARKER = b"tierfs-tier"
+FORMAT = 1
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+_KEY = re.compile(r"[0-9a-f]+-[0-9a-f]+")
 
 
-def prepare_private(name: str, directory: Path) -> None:
-    """Create ``directory`` with mode 0700, or check that it is ours. TierError when it belongs to another user."""
+class Target(Protocol):
+    """Where a copy can go: a ReplicaStore or the archive's TreeStore."""
+
+    @property
+    def name(self) -> str: ...
+    def temporary(self, key: str) -> TemporaryFile: ...
+    def usage(self, own_used: int) -> Usage: ...
+
+
+@contextlib.contextmanager
+def failing_as(tier: str, action: str) -> Iterator[None]:
+    """Turn an OSError met inside into a TierError of this tier."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
+        yield
     except OSError as error:
-        raise TierError.of(name, f"prepare {directory}", error) from error
-    if status.st_uid != os.geteuid():
-        raise TierError(f"tier {name}: {directory} belongs to uid {status.st_uid}, not to you", temporary=False)
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        directory.chmod(0o700)
+        raise TierError.of(tier, action, error) from error
 
 
-def write_marker(directory: Path, name: str) -> None:
-    """A file that tells a mounted tier from the empty directory below a missing mount."""
-    marker = directory / MARKER
-    if not marker.exists():
-        temp = create_temporary(str(directory), MARKER)
-        os.write(temp.fd, json.dumps({"tier": name, "uuid": str(uuid.uuid4()), "format": 1}).encode())
-        dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def usage_of(fd: int, size: int | None, own_used: int) -> Usage:
+    """Usage in bytes of the filesystem ``fd`` lies on, limited to ``size``, of which ``own_used`` are tierfs's own.
+    Raises OSError."""
+    fs = os.fstatvfs(fd)
+    total = fs.f_blocks * fs.f_frsize
+    capacity = min(size or total, total)
+    return Usage(capacity, own_used, max(0, min(capacity - own_used, fs.f_bavail * fs.f_frsize)))
+
+
+def check_marker(tier: str, dir_fd: int, tmp_fd: int, where: Path) -> str:
+    """Read the marker file of a tier's directory, writing one when there is none: its uuid.
+
+    Raises OSError; TierError (not temporary) when the directory belongs to another tier or format.
+    """
+    try:
+        fd = os.open(MARKER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
+    except FileNotFoundError:
+        fresh = {"name": tier, "uuid": str(uuid.uuid4()), "format": FORMAT}
+        temp = create_temporary(tmp_fd, "marker")
         try:
+            os.write(temp.fd, json.dumps(fresh).encode() + b"\n")
             temp.commit(dir_fd, MARKER)
         finally:
-            temp.close()
-            os.close(dir_fd)
+            temp.discard()
+        return str(fresh["uuid"])
+    with os.fdopen(fd, "rb") as file:
+        raw = file.read(65536)
+    try:
+        found = json.loads(raw)
+        name, identity, version = found["name"], found["uuid"], found["format"]
+    except (ValueError, KeyError, TypeError):
+        raise refusal(tier, f"{where}/{os.fsdecode(MARKER)} is damaged; move it away if {where} is this tier") from None
+    if version != FORMAT:
+        raise refusal(tier, f"{where} has format {version}; this tierfs knows format {FORMAT}")
+    if name != tier:
+        raise refusal(tier, f"{where} belongs to a tier called {name}; rename the tier or choose another directory")
+    return str(identity)
 
 
-def filesystem_usage(path: Path, size: int | None, held: int) -> Usage:
-    """Usage of a directory that may take ``size`` bytes (None: all) and holds ``held``. Raises OSError."""
-    status = os.statvfs(path)
-    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    if size is None:
-        return Usage(total, total - free, free)
-    capacity = min(size, total)
-    return Usage(capacity, held, max(0, min(capacity - held, free)))
+def refusal(tier: str, why: str) -> TierError:
+    """An error that trying again does not cure."""
+    return TierError(f"tier {tier}: {why}", errno=errno.EPERM, temporary=False)
+
+
+def empty_directory(fd: int) -> None:
+    """Remove the files (not directories) in an open directory. Raises OSError."""
+    for name in os.listdir(fd):
+        with contextlib.suppress(IsADirectoryError, FileNotFoundError):
+            os.unlink(name, dir_fd=fd)
+
+
+def open_directory(name: bytes, parent: int, *, create: bool = True) -> int:
+    """Descriptor of a 0700 directory in ``parent``, made durably if it is missing. Raises OSError."""
+    flags = DIRECTORY | os.O_NOFOLLOW
+    try:
+        return os.open(name, flags, dir_fd=parent)
+    except FileNotFoundError:
+        if not create:
+            raise
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent)
+    fsync_directory(parent)
+    return os.open(name, flags, dir_fd=parent)
 
 
 class ReplicaStore:
-    """Synchronous; called from threads where a disk may be slow. Methods raise OSError."""
+    """A private directory with one file per replica, ``data/<two hex digits>/<key>``. Thread-safe once prepared.
+
+    ``create``, ``open``, ``size``, ``remove``, ``keys`` and ``usage`` raise OSError as it comes, so that callers can
+    tell a full tier from a missing file; ``prepare``, ``temporary`` and ``publish`` raise TierError.
+    """
 
     def __init__(self, name: str, root: Path, *, persistent: bool, size: int | None = None) -> None:
-        """``size`` bounds what tierfs keeps here, in bytes; None: the whole filesystem below ``root``."""
+        """``size`` in bytes limits the capacity; None means the whole filesystem."""
         self.name = name
         self.root = root
         self.persistent = persistent
-        self._size = size
-        self._data = root / "data"
-        self._tmp = root / "tmp"
-        self._made: set[str] = set()
+        self.limit = size
+        self.uuid = ""
+        self._root_fd = self._data_fd = self._tmp_fd = -1
+        self._spread: dict[int, int] = {}
 
     def prepare(self) -> None:
-        """Create the directories and drop temporary files of a former run. Raises TierError."""
-        prepare_private(self.name, self.root)
-        try:
-            self._data.mkdir(mode=0o700, exist_ok=True)
-            self._tmp.mkdir(mode=0o700, exist_ok=True)
-            for left in self._tmp.iterdir():
-                left.unlink()
-            write_marker(self.root, self.name)
-        except OSError as error:
-            raise TierError.of(self.name, "prepare", error) from error
+        """Create or check the directory and remove what earlier copies left behind. Raises TierError."""
+        with failing_as(self.name, f"prepare {self.root}"):
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root = os.open(self.root, DIRECTORY)
+            try:
+                self._check_owner(os.fstat(root))
+                os.fchmod(root, 0o700)
+                tmp = open_directory(b"tmp", root)
+                empty_directory(tmp)
+                data = open_directory(b"data", root)
+                self.uuid = check_marker(self.name, root, tmp, self.root)
+            except BaseException:
+                os.close(root)
+                raise
+        self.close()
+        self._root_fd, self._tmp_fd, self._data_fd = root, tmp, data
 
-    def _directory(self, key: str) -> str:
-        bucket = key.rpartition("-")[2][-2:].rjust(2, "0")
-        path = f"{self._data}/{bucket}"
-        if bucket not in self._made:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path, 0o700)
-            self._made.add(bucket)
-        return path
+    def _check_owner(self, status: os.stat_result) -> None:
+        if status.st_uid != os.geteuid():
+            raise refusal(self.name, f"{self.root} belongs to user {status.st_uid}, not to {os.geteuid()}")
+        if status.st_mode & stat.S_ISVTX:
+            raise refusal(self.name, f"{self.root} is a shared directory; give the tier one of its own below it")
 
-    def path(self, key: str) -> str:
-        return f"{self._directory(key)}/{key}"
+    def close(self) -> None:
+        """Let go of the directories. ``prepare`` opens them again."""
+        for fd in (*self._spread.values(), self._data_fd, self._tmp_fd, self._root_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._spread = {}
+        self._root_fd = self._data_fd = self._tmp_fd = -1
+
+    def _directory(self, key: str, *, create: bool = False) -> int:
+        if not _KEY.fullmatch(key):
+            raise OSError(errno.EINVAL, "not a replica key", key)
+        number = zlib.crc32(key.encode()) & 0xFF
+        fd = self._spread.get(number)
+        if fd is None:
+            opened = open_directory(b"%02x" % number, self._data_fd, create=create)
+            fd = self._spread.setdefault(number, opened)
+            if fd != opened:
+                os.close(opened)
+        return fd
 
     def create(self, key: str) -> int:
-        """A descriptor, O_RDWR, of a new replica; FileExistsError when there is one."""
-        return os.open(self.path(key), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        """A new empty replica, open for reading and writing. Raises OSError: EEXIST when there is one."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(key, flags, 0o600, dir_fd=self._directory(key, create=True))
 
     def open(self, key: str) -> int:
-        """A descriptor, O_RDWR, of an existing replica."""
-        return os.open(self.path(key), os.O_RDWR | os.O_CLOEXEC)
+        """The replica, open for reading and writing. Raises OSError: ENOENT when there is none."""
+        return os.open(key, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._directory(key))
 
     def size(self, key: str) -> int:
-        return os.stat(self.path(key)).st_size
+        """Bytes of the replica. Raises OSError: ENOENT when there is none."""
+        return os.stat(key, dir_fd=self._directory(key), follow_symlinks=False).st_size
 
     def remove(self, key: str) -> None:
+        """Remove the replica; no error when there is none. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path(key))
+            os.unlink(key, dir_fd=self._directory(key))
 
     def keys(self) -> Iterator[str]:
-        for bucket in sorted(os.listdir(self._data)):
-            yield from os.listdir(self._data / bucket)
+        """Keys of all replicas, in no order. Raises OSError."""
+        for directory in os.listdir(self._data_fd):
+            try:
+                fd = os.open(directory, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._data_fd)
+            except NotADirectoryError:
+                continue
+            try:
+                names = os.listdir(fd)
+            finally:
+                os.close(fd)
+            yield from (name for name in names if _KEY.fullmatch(name))
+
+    def usage(self, own_used: int) -> Usage:
+        """Space in bytes, given the bytes that tierfs holds here. Raises OSError."""
+        return usage_of(self._root_fd, self.limit, own_used)
 
     def temporary(self, key: str) -> TemporaryFile:
-        return create_temporary(str(self._tmp), key)
+        """A file to fill and then ``publish``. Raises TierError."""
+        with failing_as(self.name, "create a file"):
+            return create_temporary(self._tmp_fd, key)
 
     def publish(self, temp: TemporaryFile, key: str) -> None:
-        """The temporary file becomes the replica, durably; its descriptor is closed."""
-        dir_fd = os.open(self._directory(key), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            temp.commit(dir_fd, key)
-        finally:
+        """Make a filled temporary file the replica ``key``, durably, and close it. Raises TierError."""
+        with failing_as(self.name, "publish"):
+            temp.commit(self._directory(key, create=True), key.encode())
             temp.close()
-            os.close(dir_fd)
-
-    def usage(self, held: int) -> Usage:
-        """``held``: bytes of the replicas here, which count where the tier is a bounded part of a filesystem."""
-        return filesystem_usage(self.root, self._size, held)

@@ -1,19 +1,24 @@
-"""Copying one file's bytes without passing them through Python, with the digest computed on the way.
+"""Copying and hashing the bytes of a file, in chunks, with as few copies in memory as the source allows.
 
-The source is mapped, and slices of the mapping go to ``pwrite`` on an O_DIRECT descriptor of the destination: the
-kernel moves the pages to the device with no copy. Hashing releases the GIL (0.07 s per GiB). Where the source may be cut
-off meanwhile (``stable=False``), touching its mapping could raise SIGBUS, so it is read into a buffer instead.
+The digest of a file is a tree: xxh3-128 over the concatenated xxh3-128 digests of its chunks. Every function lets
+OSError through.
 
-Digest: the **tree digest**, xxh3-128 over the concatenated xxh3-128 digests of the 4 MiB chunks.
+Three ways to get a chunk:
+- mapped: a stable tmpfs file without holes is mapped, and O_DIRECT writes go straight from its pages. Anything
+  else could end in SIGBUS: a truncation, a read error of a disk, a hole that a full tmpfs cannot fill.
+- read into a page-aligned buffer of the thread, then written with O_DIRECT from there.
+- small files: one read, one write.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import TracebackType
 
 import xxhash
 
@@ -21,184 +26,330 @@ from tierfs.durable import TemporaryFile
 from tierfs.errors import SourceChanged
 
 CHUNK = 4 << 20
-ALIGN = 4096
+"""Bytes of one chunk; part of the digest's definition, so never change it."""
+
 SMALL = 1 << 20
-PREALLOCATE_FROM = 16 << 20
+PREALLOCATE_ABOVE = 16 << 20
+DIGEST_SIZE = 16
+_BLOCK = 4096
+_TMPFS_MAGIC = 0x01021994
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 Throttle = Callable[[int], None]
-Cancelled = Callable[[], bool]
+"""Called before each chunk with its bytes; sleeps as it sees fit."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_local = threading.local()
 
 
-def chunk_digest(data: bytes | memoryview | mmap.mmap) -> bytes:
-    return xxhash.xxh3_128_digest(data)
+def chunk_digest(data: bytes | memoryview) -> bytes:
+    """xxh3-128 of one chunk. Releases the GIL."""
+    digest: bytes = xxhash.xxh3_128_digest(data)
+    return digest
 
 
-def tree_digest(digests: list[bytes]) -> bytes:
-    """The file's digest from its chunks' digests in order."""
-    return xxhash.xxh3_128_digest(b"".join(digests))
+def tree_digest(chunks: Sequence[bytes]) -> bytes:
+    """Digest of a file, given those of its chunks."""
+    return chunk_digest(b"".join(chunks))
 
 
-def digest_file(fd: int, size: int) -> bytes:
-    """Tree digest of the first ``size`` bytes by reading them. Raises SourceChanged when there are fewer."""
-    digests = []
-    buffer = memoryview(mmap.mmap(-1, CHUNK))
-    for offset in range(0, size, CHUNK):
-        length = min(CHUNK, size - offset)
-        _read_full(fd, buffer[:length], offset)
-        digests.append(chunk_digest(buffer[:length]))
-    return tree_digest(digests)
+def _buffer() -> memoryview:
+    """This thread's page-aligned buffer of one chunk."""
+    buffer: memoryview | None = getattr(_local, "buffer", None)
+    if buffer is None:
+        buffer = memoryview(mmap.mmap(-1, CHUNK))
+        _local.buffer = buffer
+    return buffer
 
 
-def _read_full(fd: int, into: memoryview, offset: int) -> None:
+def _read(fd: int, offset: int, length: int) -> memoryview:
+    """Up to ``length`` bytes (fewer at the end of the file) in this thread's buffer."""
+    view = _buffer()[:length]
     done = 0
-    while done < len(into):
-        count = os.preadv(fd, [into[done:]], offset + done)
+    while done < length:
+        count = os.preadv(fd, [view[done:]], offset + done)
         if count == 0:
-            raise SourceChanged("the file became shorter while it was read")
+            break
         done += count
+    return view[:done]
 
 
-def _write_full(fd: int, data: memoryview | bytes, offset: int) -> None:
-    view = memoryview(data)
-    done = 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
+def _is_tmpfs(fd: int) -> bool:
+    result = (ctypes.c_long * 32)()
+    return _libc.fstatfs(fd, ctypes.byref(result)) == 0 and result[0] == _TMPFS_MAGIC
+
+
+def _map(fd: int, size: int) -> mmap.mmap | None:
+    """The source mapped, when touching every page of it cannot fault."""
+    if size == 0 or not _is_tmpfs(fd) or os.fstat(fd).st_size < size or os.lseek(fd, 0, os.SEEK_HOLE) < size:
+        return None
+    return mmap.mmap(fd, size, prot=mmap.PROT_READ)
+
+
+class Destination:
+    """A file being filled, through O_DIRECT where its filesystem has that. Threads may write different ranges."""
+
+    def __init__(self, fd: int) -> None:
+        """``fd`` is borrowed and open for writing."""
+        self._fd = fd
+        self._direct: int | None = None
+
+    def __enter__(self) -> Destination:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def prefer_direct(self) -> None:
+        """Use O_DIRECT from now on, where it is supported. Raises OSError."""
+        if self._direct is None:
+            try:
+                self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+
+    def preallocate(self, size: int) -> None:
+        """Reserve ``size`` bytes where the filesystem can. Raises OSError: ENOSPC before anything is copied."""
+        while _libc.fallocate(self._fd, 0, ctypes.c_long(0), ctypes.c_long(size)):
+            code = ctypes.get_errno()
+            if code in _UNSUPPORTED:
+                return
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
+
+    def write(self, data: memoryview | bytes, offset: int) -> None:
+        """Write all of ``data``; ``offset`` in bytes. Raises OSError."""
+        view = memoryview(data)
+        aligned = len(view) & -_BLOCK if offset % _BLOCK == 0 else 0
+        done = 0
+        while done < len(view):
+            direct = self._direct if done < aligned and done % _BLOCK == 0 else None
+            try:
+                if direct is None:
+                    count = os.pwrite(self._fd, view[done:], offset + done)
+                else:
+                    count = os.pwrite(direct, view[done:aligned], offset + done)
+            except OSError as error:
+                if direct is None or error.errno != errno.EINVAL:
+                    raise
+                aligned = 0
+                continue
+            if count == 0:
+                raise OSError(errno.EIO, "nothing was written")
+            done += count
+
+    def truncate(self, size: int) -> None:
+        """Give the file its exact size in bytes. Raises OSError."""
+        os.ftruncate(self._fd, size)
+
+    def close(self) -> None:
+        if self._direct is not None:
+            direct, self._direct = self._direct, None
+            os.close(direct)
+
+
+def copy_range(src_fd: int, dst: Destination, offset: int, length: int, mapped: memoryview | None = None) -> bytes:
+    """Copy one chunk (``length`` <= CHUNK) to the same offset: its digest.
+
+    ``mapped`` is the whole source, mapped, when it is stable. Raises OSError; SourceChanged when the source ends
+    before ``offset + length``.
+    """
+    data = _chunk(src_fd, offset, length, mapped)
+    digest = chunk_digest(data)
+    dst.write(data, offset)
+    return digest
+
+
+def _chunk(fd: int, offset: int, length: int, mapped: memoryview | None) -> memoryview:
+    if mapped is None:
+        data = _read(fd, offset, length)
+        if len(data) == length:
+            return data
+    elif os.fstat(fd).st_size >= offset + length:
+        return mapped[offset : offset + length]
+    raise SourceChanged(f"the file became shorter than {offset + length} bytes while it was copied")
+
+
+def _length(offset: int, size: int) -> int:
+    return min(CHUNK, size - offset)
+
+
+def _each(
+    offsets: Sequence[int],
+    size: int,
+    work: Callable[[int, int], None],
+    streams: int,
+    throttle: Throttle | None,
+    cancelled: Callable[[], bool] | None,
+) -> None:
+    """Call ``work(offset, length)`` for every chunk, from up to ``streams`` threads. The first error ends all."""
+    lock = threading.Lock()
+    todo = iter(offsets)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            while True:
+                with lock:
+                    offset = None if errors else next(todo, None)
+                if offset is None:
+                    return
+                if cancelled is not None and cancelled():
+                    raise SourceChanged("the copy was cancelled")
+                length = _length(offset, size)
+                if throttle is not None:
+                    throttle(length)
+                work(offset, length)
+        except BaseException as error:
+            with lock:
+                errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, name="tierfs-copy", daemon=True)
+        for _ in range(min(streams, len(offsets)) - 1)
+    ]
+    for thread in threads:
+        thread.start()
+    run()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def copy_file(
-    source_fd: int,
+    src_fd: int,
     temp: TemporaryFile,
     size: int,
     *,
-    streams: int,
-    throttle: Throttle | None,
-    cancelled: Cancelled | None,
-    stable: bool,
+    streams: int = 3,
+    throttle: Throttle | None = None,
+    cancelled: Callable[[], bool] | None = None,
+    stable: bool = False,
 ) -> bytes:
-    """Copy ``size`` bytes into ``temp``; the tree digest. Not synced yet.
+    """Copy the first ``size`` bytes of ``src_fd`` into ``temp`` (not synced): the tree digest of what was written.
 
-    ``streams`` threads keep as many chunks in flight. ``throttle`` is called with each chunk's bytes before it moves.
-    Raises OSError from either side, SourceChanged when ``cancelled`` says so or the source is shorter.
+    ``stable`` promises that nobody truncates the source meanwhile; only then may it be mapped. Raises OSError;
+    SourceChanged when ``cancelled`` says so or the source is shorter than ``size``.
     """
-    if size <= SMALL:
-        return _copy_small(source_fd, temp, size, throttle)
-    if size >= PREALLOCATE_FROM:
-        _preallocate(temp.fd, size)
-    direct_fd = _open_direct(temp.path)
-    try:
-        job = _Job(source_fd, temp.fd, direct_fd, size, throttle, cancelled, stable)
-        return job.run(min(streams, (size + CHUNK - 1) // CHUNK))
-    finally:
-        if direct_fd is not None:
-            os.close(direct_fd)
+    with Destination(temp.fd) as dst:
+        if size <= SMALL:
+            if cancelled is not None and cancelled():
+                raise SourceChanged("the copy was cancelled")
+            if throttle is not None:
+                throttle(size)
+            digests = [copy_range(src_fd, dst, 0, size)] if size else []
+        else:
+            if size > PREALLOCATE_ABOVE:
+                dst.preallocate(size)
+            dst.prefer_direct()
+            source = _map(src_fd, size) if stable else None
+            mapped = memoryview(source) if source is not None else None
+            offsets = range(0, size, CHUNK)
+            digests = [b""] * len(offsets)
+
+            def work(offset: int, length: int) -> None:
+                digests[offset // CHUNK] = copy_range(src_fd, dst, offset, length, mapped)
+
+            try:
+                _each(offsets, size, work, streams, throttle, cancelled)
+            finally:
+                if mapped is not None:
+                    mapped.release()
+        dst.truncate(size)
+    return tree_digest(digests)
 
 
-def _copy_small(source_fd: int, temp: TemporaryFile, size: int, throttle: Throttle | None) -> bytes:
-    if throttle is not None:
-        throttle(size)
-    data = os.pread(source_fd, size, 0) if size else b""
-    if len(data) != size:
-        raise SourceChanged("the file became shorter while it was read")
-    _write_full(temp.fd, data, 0)
-    return tree_digest([chunk_digest(data)] if size else [])
+def digest_file(
+    fd: int, size: int, *, streams: int = 2, cancelled: Callable[[], bool] | None = None, throttle: Throttle | None = None
+) -> bytes:
+    """Tree digest of the first ``size`` bytes, by reading them. Raises OSError; SourceChanged when there are fewer."""
+    offsets = range(0, size, CHUNK)
+    digests = [b""] * len(offsets)
+
+    def work(offset: int, length: int) -> None:
+        digests[offset // CHUNK] = chunk_digest(_chunk(fd, offset, length, None))
+
+    _each(offsets, size, work, streams, throttle, cancelled)
+    return tree_digest(digests)
 
 
-def _preallocate(fd: int, size: int) -> None:
-    """Find out early whether the space is there. ENOSPC is raised; no support is not an error."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-
-
-def _open_direct(path: str) -> int | None:
-    try:
-        return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return None
-        raise
-
-
-class _Job:
-    """One copy by several threads; the first error stops them all."""
+class PipelinedCopy:
+    """A copy that starts while the source is still being written. Call it from one thread at a time."""
 
     def __init__(
         self,
-        source_fd: int,
-        plain_fd: int,
-        direct_fd: int | None,
-        size: int,
-        throttle: Throttle | None,
-        cancelled: Cancelled | None,
-        stable: bool,
+        src_fd: int,
+        temp: TemporaryFile,
+        *,
+        streams: int = 2,
+        throttle: Throttle | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> None:
-        self._source_fd = source_fd
-        self._plain_fd = plain_fd
-        self._direct_fd = direct_fd
-        self._size = size
+        self._src = src_fd
+        self._dst = Destination(temp.fd)
+        self._streams = streams
         self._throttle = throttle
         self._cancelled = cancelled
-        self._stable = stable
-        self._offsets = iter(range(0, size, CHUNK))
-        self._lock = threading.Lock()
         self._digests: dict[int, bytes] = {}
-        self._error: BaseException | None = None
+        self.recopied = 0
+        """Bytes that ``finish`` had to copy again because they had changed."""
 
-    def run(self, streams: int) -> bytes:
-        mapping = mmap.mmap(self._source_fd, self._size, prot=mmap.PROT_READ) if self._stable else None
-        view = memoryview(mapping) if mapping is not None else None
-        threads = [threading.Thread(target=self._work, args=(view,), daemon=True) for _ in range(streams - 1)]
-        try:
-            for thread in threads:
-                thread.start()
-            self._work(view)
-        finally:
-            for thread in threads:
-                thread.join()
-            if view is not None and mapping is not None:
-                view.release()
-                mapping.close()
-        if self._error is not None:
-            raise self._error
-        return tree_digest([self._digests[offset] for offset in range(0, self._size, CHUNK)])
+    def advance(self, size: int) -> int:
+        """Copy all whole chunks below ``size`` bytes not copied yet: the bytes copied now. A source that turns out
+        shorter is no error. Raises OSError, SourceChanged when cancelled."""
+        offsets = [o for o in range(0, size - CHUNK + 1, CHUNK) if o not in self._digests]
+        if not offsets:
+            return 0
+        self._dst.prefer_direct()
+        before = len(self._digests)
 
-    def _work(self, view: memoryview | None) -> None:
-        buffer = None if view is not None else memoryview(mmap.mmap(-1, CHUNK))
-        try:
-            while self._error is None:
-                with self._lock:
-                    offset = next(self._offsets, None)
-                if offset is None:
-                    return
-                self._chunk(view, buffer, offset)
-        except BaseException as error:
-            with self._lock:
-                self._error = self._error or error
+        def work(offset: int, length: int) -> None:
+            data = _read(self._src, offset, length)
+            if len(data) == length:
+                digest = chunk_digest(data)
+                self._dst.write(data, offset)
+                self._digests[offset] = digest
 
-    def _chunk(self, view: memoryview | None, buffer: memoryview | None, offset: int) -> None:
-        length = min(CHUNK, self._size - offset)
-        if self._cancelled is not None and self._cancelled():
-            raise SourceChanged("the copy was cancelled")
-        if self._throttle is not None:
-            self._throttle(length)
-        if view is not None:
-            data = view[offset : offset + length]
-        else:
-            assert buffer is not None
-            data = buffer[:length]
-            _read_full(self._source_fd, data, offset)
-        with data:
-            self._digests[offset] = chunk_digest(data)
-            aligned = length & ~(ALIGN - 1) if self._direct_fd is not None else 0
-            if aligned and self._direct_fd is not None:
-                try:
-                    _write_full(self._direct_fd, data[:aligned], offset)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    aligned = 0
-            if aligned < length:
-                _write_full(self._plain_fd, data[aligned:], offset + aligned)
+        _each(offsets, size, work, self._streams, self._throttle, self._cancelled)
+        return (len(self._digests) - before) * CHUNK
 
+    def finish(self, size: int) -> bytes:
+        """Complete the copy of the closed source of ``size`` bytes: the tree digest of what was written (not synced).
+
+        Every chunk copied earlier is hashed again in the source and copied again if it changed. Raises OSError;
+        SourceChanged when cancelled or the source is shorter than ``size``.
+        """
+        early = self._digests
+        offsets = range(0, size, CHUNK)
+        digests = [b""] * len(offsets)
+        recopied: list[int] = []
+        if size > PREALLOCATE_ABOVE:
+            self._dst.preallocate(size)
+        if size > SMALL:
+            self._dst.prefer_direct()
+
+        def throttle(length: int) -> None:
+            """Nothing: only chunks that are really written count."""
+
+        def work(offset: int, length: int) -> None:
+            data = _chunk(self._src, offset, length, None)
+            digest = chunk_digest(data)
+            if early.get(offset) != digest:
+                if self._throttle is not None:
+                    self._throttle(length)
+                self._dst.write(data, offset)
+                if offset in early:
+                    recopied.append(length)
+            digests[offset // CHUNK] = digest
+
+        _each(offsets, size, work, self._streams, throttle, self._cancelled)
+        self._dst.truncate(size)
+        self._dst.close()
+        self.recopied = sum(recopied)
+        return tree_digest(digests)
+
+    def close(self) -> None:
+        """Stop using the destination; it stays as it is. Harmless after ``finish``."""
+        self._dst.close()

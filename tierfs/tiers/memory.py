@@ -1,81 +1,129 @@
-"""The memory tier: a tmpfs that tierfs mounts itself, or a directory given as ``path``."""
+"""Memory tiers: a tmpfs of tierfs's own, which outlives the daemon, or a given directory."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierfs.errors import TierError
 from tierfs.policy.model import TierConfig
-from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.base import ReplicaStore, refusal
 
-MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
-MNT_DETACH = 2
+SOURCE = "tierfs"
+"""Device name of our tmpfs in the mount table."""
+
+_MS_NOSUID, _MS_NODEV, _MS_REMOUNT = 2, 4, 32
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+def _mount(path: Path, flags: int, options: str) -> None:
+    if _libc.mount(
+        SOURCE.encode(), os.fsencode(path), b"tmpfs", ctypes.c_ulong(flags | _MS_NOSUID | _MS_NODEV), options.encode()
+    ):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(path))
 
 
-def is_mountpoint(path: Path) -> bool:
-    """Whether a filesystem is mounted exactly there."""
-    wanted = os.fsencode(path.resolve())
-    with open("/proc/self/mountinfo", "rb") as mounts:
-        return any(line.split()[4].replace(b"\\040", b" ") == wanted for line in mounts)
+def _unescape(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def mounted_at(path: Path) -> tuple[str, str] | None:
+    """(type, source) of the topmost filesystem mounted exactly at ``path``. Raises OSError."""
+    found = None
+    wanted = os.path.realpath(path)
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
+        for line in table:
+            head, _, tail = line.rstrip("\n").partition(" - ")
+            if _unescape(head.split(" ")[4]) == wanted:
+                kind, source = tail.split(" ")[:2]
+                found = (kind, _unescape(source))
+    return found
 
 
 @dataclass
 class MemoryMount:
-    """A tmpfs of tierfs's own. It outlives the daemon; a complete umount removes it."""
+    """One tmpfs mounted by tierfs. ``size`` in bytes is its hard limit."""
 
     name: str
     path: Path
     size: int
-    huge: str
-    numa: tuple[int, ...]
+    huge: str = "within_size"
+    numa: tuple[int, ...] = ()
 
     def mount(self) -> None:
-        """Mount it unless it is. TierError says what the kernel refused."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if is_mountpoint(self.path):
-            return
-        options = [f"size={self.size}", "mode=0700"]
-        if self.numa:
-            options.append("mpol=bind:" + ",".join(map(str, self.numa)))
-        code = self._mount([*options, f"huge={self.huge}"])
-        if code == errno.EINVAL:
-            code = self._mount(options)
-        if code:
-            hint = f" (numa: {list(self.numa)}: is there such a node?)" if self.numa else ""
-            raise TierError(f"tier {self.name}: mounting tmpfs: {os.strerror(code)}{hint}", errno=code, temporary=False)
+        """Mount it, or take over the one that a former daemon left. Raises TierError."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            there = mounted_at(self.path)
+            if there == ("tmpfs", SOURCE):
+                self.resize(self.size)
+                return
+            if there is not None:
+                raise refusal(self.name, f"{self.path} has a {there[0]} from {there[1]} mounted on it")
+            self._mount_new()
+        except PermissionError as error:
+            raise refusal(
+                self.name, f"mounting a tmpfs needs root ({error.strerror}); give the tier a path, such as /dev/shm/tierfs"
+            ) from error
+        except OSError as error:
+            raise TierError.of(self.name, f"mount tmpfs on {self.path}", error) from error
 
-    def _mount(self, options: list[str]) -> int:
-        libc = _libc()
-        flags = ctypes.c_ulong(MS_NOSUID | MS_NODEV | MS_NOEXEC)
-        done = libc.mount(b"tierfs-memory", os.fsencode(self.path), b"tmpfs", flags, ",".join(options).encode())
-        return ctypes.get_errno() if done else 0
+    def _mount_new(self) -> None:
+        options = f"size={self.size},mode=0700"
+        if self.numa:
+            options += f",mpol=bind:{','.join(map(str, self.numa))}"
+        try:
+            _mount(self.path, 0, f"huge={self.huge},{options}")
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        try:
+            _mount(self.path, 0, options)
+        except OSError as error:
+            if error.errno == errno.EINVAL and self.numa:
+                raise refusal(self.name, f"this machine has no memory on NUMA node(s) {list(self.numa)}") from error
+            raise
+
+    def resize(self, size: int) -> None:
+        """Change the hard limit, in bytes. Raises TierError: EINVAL when more is in use."""
+        try:
+            _mount(self.path, _MS_REMOUNT, f"size={size}")
+        except OSError as error:
+            raise TierError.of(self.name, f"resize {self.path} to {size} bytes", error) from error
+        self.size = size
 
     def unmount(self) -> None:
-        """Give the memory back. TierError when something still uses it."""
-        if is_mountpoint(self.path) and _libc().umount2(os.fsencode(self.path), 0):
-            raise TierError(f"tier {self.name}: unmounting {self.path}: {os.strerror(ctypes.get_errno())}")
+        """Unmount: what is in it is gone. Open descriptors keep the memory until they are closed. Raises TierError."""
+        try:
+            if mounted_at(self.path) != ("tmpfs", SOURCE):
+                return
+            if _libc.umount2(os.fsencode(self.path), _UMOUNT_NOFOLLOW | _MNT_DETACH):
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code), str(self.path))
+        except OSError as error:
+            raise TierError.of(self.name, f"unmount {self.path}", error) from error
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
 
 def open_store(config: TierConfig, default_root: Path) -> tuple[ReplicaStore, MemoryMount | None]:
-    """The store of a local tier, and its mount when tierfs owns one. Raises TierError."""
-    if config.kind == "memory" and config.path is None:
-        assert config.size is not None, "the loader demands a size"
-        if os.geteuid() != 0:
-            raise TierError(
-                f"tier {config.name}: only root can mount a tmpfs; give it a path (for example below /dev/shm)",
-                errno=errno.EPERM,
-                temporary=False,
-            )
+    """The store of a tier that is not the archive, and the tmpfs mounted for it at ``default_root``, if any.
+    Not prepared yet. Raises TierError."""
+    mount = None
+    root = config.path
+    if root is None:
+        if config.size is None:
+            raise refusal(config.name, "a memory tier without a path needs a size")
         mount = MemoryMount(config.name, default_root, config.size, config.huge, config.numa)
         mount.mount()
-        return ReplicaStore(config.name, default_root, persistent=False), mount
-    assert config.path is not None, "the loader demands a path"
-    return ReplicaStore(config.name, config.path, persistent=config.persistent, size=config.size), None
+        root = default_root
+    return ReplicaStore(config.name, root, persistent=config.persistent, size=config.size), mount
