@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -11,7 +10,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,10 +34,8 @@ from tierfs.migrator.recovery import recover_lost_memory
 from tierfs.operations import Operations
 from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy
-from tierfs.tiers.base import ReplicaStore
-from tierfs.tiers.memory import MemoryMount, open_store
-from tierfs.tiers.tree import TreeStore
-from tierfs.types import Usage
+from tierfs.state import CATALOG, state_lock
+from tierfs.tiers.assembly import Tiers
 
 log = logging.getLogger("tierfs")
 
@@ -64,53 +61,6 @@ def choose_mode(policy: Policy) -> tuple[str, str]:
 
 
 @dataclass
-class Tiers:
-    stores: dict[str, ReplicaStore]
-    tree: TreeStore
-    mounts: list[MemoryMount]
-
-    @classmethod
-    def open(cls, policy: Policy) -> Tiers:
-        """Open and prepare every tier, mounting the memory tiers that tierfs owns."""
-        stores: dict[str, ReplicaStore] = {}
-        mounts: list[MemoryMount] = []
-        for config in policy.tiers[:-1]:
-            store, mount = open_store(config, policy.state / "memory" / config.name)
-            store.prepare()
-            stores[config.name] = store
-            if mount is not None:
-                mounts.append(mount)
-        archive = policy.tiers[-1]
-        assert archive.path is not None
-        tree = TreeStore(archive.name, archive.path, archive.size)
-        tree.prepare()
-        return cls(stores, tree, mounts)
-
-    def probes(self) -> dict[str, Callable[[int], Usage]]:
-        probes: dict[str, Callable[[int], Usage]] = {name: store.usage for name, store in self.stores.items()}
-        probes[self.tree.name] = self.tree.usage
-        return probes
-
-
-@contextlib.contextmanager
-def state_lock(state: Path) -> Iterator[None]:
-    """Only one mount (or fsck) uses a state directory; MountError when another holds it."""
-    try:
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise MountError(f"state directory {state}: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise MountError(f"state directory {state} is in use by another mount; umount it first") from None
-        yield
-    finally:
-        os.close(fd)
-
-
-@dataclass
 class Daemon:
     """One daemon process: everything between the FUSE session and the tiers."""
 
@@ -127,7 +77,7 @@ class Daemon:
 
     async def run(self) -> int:
         """Serve until the mount ends, then drain what is left. Returns the process's exit code."""
-        self.catalog = Catalog(self.policy.state / "catalog.sqlite")
+        self.catalog = Catalog(self.policy.state / CATALOG)
         migrator = Migrator(self.catalog, self.policy, self.tiers.stores, self.tiers.tree)
         space = Space(self.policy, self.tiers.probes(), self.catalog.used_bytes())
         backing = BackingIds(self.session.device_fd) if self.session else None

@@ -268,5 +268,3 @@ class Operations:
             b"user.tierfs.durable": (self._durable_at(attributes) or "none").encode(),
             b"user.tierfs.version": str(attributes.version).encode(),
         }
-
-

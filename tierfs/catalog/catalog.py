@@ -88,9 +88,7 @@ class Catalog:
         now = time.time_ns()
         self._db.executescript(f"BEGIN; {SCHEMA}")
         self._db.execute("INSERT INTO meta VALUES ('format', ?), ('uuid', ?)", (str(FORMAT), str(uuid.uuid4())))
-        self._db.execute(
-            "INSERT INTO inodes VALUES (1, ?, 0, 0, 2, 0, 0, ?, ?, ?, 0, NULL)", (0o40755, now, now, now)
-        )
+        self._db.execute("INSERT INTO inodes VALUES (1, ?, 0, 0, 2, 0, 0, ?, ?, ?, 0, NULL)", (0o40755, now, now, now))
         self._db.execute("COMMIT")
 
     def close(self) -> None:
@@ -118,6 +116,37 @@ class Catalog:
     def check(self) -> list[str]:
         """SQLite's own integrity check; an empty list when it finds nothing."""
         return [row[0] for row in self._run("PRAGMA integrity_check") if row[0] != "ok"]
+
+    def inconsistencies(self) -> list[tuple[str, int]]:
+        """(what, inode) for rows that contradict each other."""
+        checks = (
+            ("a name without an inode", "SELECT ino FROM dentries WHERE ino NOT IN (SELECT ino FROM inodes)"),
+            (
+                "a directory entry below something else than a directory",
+                "SELECT d.ino FROM dentries d LEFT JOIN inodes p ON p.ino=d.parent"
+                " WHERE p.ino IS NULL OR (p.mode & 61440) <> 16384",
+            ),
+            (
+                "wrong link count of a file",
+                "SELECT i.ino FROM inodes i WHERE (i.mode & 61440) <> 16384"
+                " AND i.nlink <> (SELECT COUNT(*) FROM dentries d WHERE d.ino=i.ino)",
+            ),
+            (
+                "wrong link count of a directory",
+                "SELECT i.ino FROM inodes i WHERE (i.mode & 61440) = 16384 AND i.nlink > 0 AND i.nlink <> 2 +"
+                " (SELECT COUNT(*) FROM dentries d JOIN inodes c ON c.ino=d.ino"
+                " WHERE d.parent=i.ino AND (c.mode & 61440) = 16384)",
+            ),
+            (
+                "no replica of the current version",
+                "SELECT i.ino FROM inodes i WHERE (i.mode & 61440) = 32768 AND i.nlink > 0 AND NOT EXISTS"
+                " (SELECT 1 FROM replicas r WHERE r.ino=i.ino AND r.version=i.version)",
+            ),
+        )
+        return [(what, row[0]) for what, query in checks for row in self._run(query)]
+
+    def all_published(self) -> list[PublishedName]:
+        return [PublishedName(*row) for row in self._run("SELECT parent, name, ino, occupant FROM published")]
 
     # requests: exactly-once for what the kernel sends again after a restart
 

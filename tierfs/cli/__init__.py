@@ -1,1 +1,7 @@
-"""See docs/ARCHITECTURE.md for what lives here."""
+"""The command line: ``main`` is the program ``tierfs``."""
+
+from __future__ import annotations
+
+from tierfs.cli.app import main
+
+__all__ = ["main"]

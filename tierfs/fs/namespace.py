@@ -314,5 +314,3 @@ def _ownership(directory: Attributes, mode: int, caller: Caller) -> tuple[int, i
             mode |= stat.S_ISGID
         return caller.uid, directory.gid, mode
     return caller.uid, caller.gid, mode
-
-

@@ -198,7 +198,9 @@ class OpenFiles:
 
     def _must_keep(self, local: Replica, rule: Rule) -> bool:
         """Whether writing into this replica would destroy a durable version further down than the ack tier."""
-        return self.policy.tier(local.tier).persistent and local.state is ReplicaState.DURABLE and rule.ack != local.tier
+        return (
+            self.policy.tier(local.tier).persistent and local.state is ReplicaState.DURABLE and rule.ack != local.tier
+        )
 
     def local_replica(self, attributes: Attributes) -> Replica | None:
         """The current version's replica on the fastest local tier that has one."""

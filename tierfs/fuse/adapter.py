@@ -10,7 +10,7 @@ import errno
 import functools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pyfuse3
@@ -35,8 +35,8 @@ R = TypeVar("R")
 
 
 def _answer(
-    handler: Callable[Concatenate[Adapter, P], Awaitable[R]],
-) -> Callable[Concatenate[Adapter, P], Awaitable[R]]:
+    handler: Callable[Concatenate[Adapter, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[Adapter, P], Coroutine[Any, Any, R]]:
     @functools.wraps(handler)
     async def wrapped(self: Adapter, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:

@@ -70,7 +70,11 @@ class Archive:
     ) -> Sequence[Operation]:
         """The operations up to the first whose content is still needed and not copied yet."""
         for index, operation in enumerate(operations):
-            if operation.kind is OpKind.CONTENT and (operation.ino, operation.arg) not in ready and self.wanted(operation):
+            if (
+                operation.kind is OpKind.CONTENT
+                and (operation.ino, operation.arg) not in ready
+                and self.wanted(operation)
+            ):
                 return operations[:index]
         return operations
 
@@ -227,7 +231,7 @@ class Archive:
             return
         if a.occupant == a.ino and b.occupant == b.ino:
             batch.steps.append(partial(self.store.exchange, path_a, path_b))
-            occupants = (b.ino, a.ino)
+            occupants: tuple[int, int] = (b.ino, a.ino)
         elif a.occupant == a.ino:
             batch.steps.append(partial(self.store.rename, path_a, path_b))
             occupants = (0, a.ino)
@@ -255,7 +259,7 @@ class Archive:
                 uid=attributes.uid,
                 gid=attributes.gid,
                 mtime_ns=attributes.mtime_ns,
-                xattrs=self.catalog.xattrs(op.ino),
+                xattrs=dict(self.catalog.xattrs(op.ino)),
                 sync_dir=False,
             )
         )
@@ -288,6 +292,6 @@ class Archive:
                 uid=attributes.uid,
                 gid=attributes.gid,
                 mtime_ns=attributes.mtime_ns,
-                xattrs=self.catalog.xattrs(attributes.ino),
+                xattrs=dict(self.catalog.xattrs(attributes.ino)),
             )
         )

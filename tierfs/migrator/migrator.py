@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import trio
 
 from tierfs.catalog import Catalog
+from tierfs.durable import TemporaryFile
 from tierfs.errors import DigestMismatch, FsError, NotDurableInTime, SourceChanged, TierError
 from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive, Ready
@@ -24,7 +25,7 @@ from tierfs.migrator.throttle import Throttle
 from tierfs.migrator.transfer import Transfer, copy_to_store, recall_file, remove_files
 from tierfs.plan.drain import Pending, plan_drain
 from tierfs.plan.evict import Candidate, plan_evict
-from tierfs.policy.model import Keep, Policy
+from tierfs.policy.model import Keep, Policy, TierConfig
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import Attributes, Ino, Replica, ReplicaState
@@ -209,19 +210,17 @@ class Migrator:
         target: ReplicaStore | TreeStore = self.tree if to_archive else self.stores[transfer.tier]
         key = self.files.new_key(transfer.ino)
 
-        def copy() -> tuple[object, bytes]:
-            return copy_to_store(
-                source, self.stores[source.tier], target, key, transfer, self.throttle, stable=stable
-            )
+        def copy() -> tuple[TemporaryFile, bytes]:
+            return copy_to_store(source, self.stores[source.tier], target, key, transfer, self.throttle, stable=stable)
 
         temp, digest = await trio.to_thread.run_sync(copy)
         self._recovered(transfer.tier)
         attributes = self.catalog.attributes(transfer.ino)
         if attributes is None or attributes.version != transfer.version:
-            temp.discard()  # type: ignore[attr-defined]
+            temp.discard()
             return
         if to_archive:
-            self.ready[transfer.ino, transfer.version] = Ready(temp, source.size, digest)  # type: ignore[arg-type]
+            self.ready[transfer.ino, transfer.version] = Ready(temp, source.size, digest)
         else:
             store = self.stores[transfer.tier]
             await trio.to_thread.run_sync(store.publish, temp, key)
@@ -347,7 +346,7 @@ class Migrator:
             )
         return clean
 
-    def _below(self, tier: str) -> list[object]:
+    def _below(self, tier: str) -> list[TierConfig]:
         names = [t.name for t in self.policy.tiers]
         return [t for t in self.policy.tiers[names.index(tier) + 1 :] if t.persistent]
 
@@ -404,7 +403,9 @@ class Migrator:
             with trio.move_on_after(timeout) as scope:
                 while True:
                     missing = {i: a for i, a in missing.items() if not self._flushed(a, tier)}
-                    behind = tier == self.archive_name and (first := self.catalog.operations(1)) and first[0].seq <= last
+                    behind = (
+                        tier == self.archive_name and (first := self.catalog.operations(1)) and first[0].seq <= last
+                    )
                     if progress:
                         progress(total - sum(a.size for a in missing.values()), total)
                     if not missing and not behind:

@@ -62,7 +62,7 @@ def copy_to_store(
                 stable=stable,
             )
             os.fsync(temp.fd)
-            if not stable and digest_file(fd, source.size) != digest:
+            if not stable and digest_file(fd, source.size, cancelled=transfer.cancel.is_set) != digest:
                 raise DigestMismatch(f"inode {source.ino} changed while it was copied")
         except BaseException:
             temp.discard()

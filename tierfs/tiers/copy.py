@@ -206,8 +206,7 @@ def _each(
                 errors.append(error)
 
     threads = [
-        threading.Thread(target=run, name="tierfs-copy", daemon=True)
-        for _ in range(min(streams, len(offsets)) - 1)
+        threading.Thread(target=run, name="tierfs-copy", daemon=True) for _ in range(min(streams, len(offsets)) - 1)
     ]
     for thread in threads:
         thread.start()
@@ -262,7 +261,12 @@ def copy_file(
 
 
 def digest_file(
-    fd: int, size: int, *, streams: int = 2, cancelled: Callable[[], bool] | None = None, throttle: Throttle | None = None
+    fd: int,
+    size: int,
+    *,
+    streams: int = 2,
+    cancelled: Callable[[], bool] | None = None,
+    throttle: Throttle | None = None,
 ) -> bytes:
     """Tree digest of the first ``size`` bytes, by reading them. Raises OSError; SourceChanged when there are fewer."""
     offsets = range(0, size, CHUNK)

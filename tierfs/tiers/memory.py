@@ -71,7 +71,8 @@ class MemoryMount:
             self._mount_new()
         except PermissionError as error:
             raise refusal(
-                self.name, f"mounting a tmpfs needs root ({error.strerror}); give the tier a path, such as /dev/shm/tierfs"
+                self.name,
+                f"mounting a tmpfs needs root ({error.strerror}); give the tier a path, such as /dev/shm/tierfs",
             ) from error
         except OSError as error:
             raise TierError.of(self.name, f"mount tmpfs on {self.path}", error) from error

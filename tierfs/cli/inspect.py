@@ -1,0 +1,154 @@
+"""Commands that look: status, info, check, explain, fsck."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tierfs.cli import render
+from tierfs.control.client import call, find_mount
+from tierfs.control.protocol import MountRecord, list_mounts
+from tierfs.errors import TierfsError, UsageError
+from tierfs.policy.describe import check_summary
+from tierfs.policy.describe import explain as explain_path
+from tierfs.policy.load import check_paths, load_policy
+
+ANSWER_SECONDS = 10.0
+"""A daemon answers status and info at once, or not at all."""
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def mount_at(mountpoint: str) -> MountRecord:
+    """The mount whose mountpoint this is; UsageError for a path inside one or outside all."""
+    record, relative = find_mount(mountpoint)
+    if relative:
+        raise UsageError(f"{mountpoint} is not a mountpoint but lies in the mount {record.mountpoint}")
+    return record
+
+
+@click.command()
+@click.argument("mountpoint", required=False)
+@json_option
+def status(mountpoint: str | None, as_json: bool) -> None:
+    """Show the tiers and the drain queue of a mount, or list all mounts.
+
+    \b
+    Examples:
+      tierfs status
+      tierfs status /mnt/ckpt
+      tierfs status /mnt/ckpt --json | jq .drain.unsynced_bytes
+    """
+    if mountpoint is not None:
+        answer = call(mount_at(mountpoint), "status", timeout=ANSWER_SECONDS)
+        render.print_json(answer) if as_json else render.status(answer)
+        return
+    answers = [_status_or_error(record) for record in list_mounts()]
+    render.print_json(answers) if as_json else render.status_list(answers)
+
+
+def _status_or_error(record: MountRecord) -> dict[str, Any]:
+    try:
+        return call(record, "status", timeout=ANSWER_SECONDS)
+    except TierfsError as error:
+        return {
+            "mountpoint": record.mountpoint,
+            "mode": record.mode,
+            "keeper_pid": record.keeper_pid,
+            "daemon_pid": record.daemon_pid,
+            "error": str(error),
+        }
+
+
+@click.command()
+@click.argument("path")
+@json_option
+def info(path: str, as_json: bool) -> None:
+    """Show where the versions of a file are and which tier holds it durably.
+
+    \b
+    Example:
+      tierfs info /mnt/ckpt/run42/step-1000.pt
+    """
+    record, relative = find_mount(path)
+    answer = call(record, "info", {"path": relative}, timeout=ANSWER_SECONDS)
+    render.print_json(answer) if as_json else render.info(answer)
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@json_option
+def check(config: Path, as_json: bool) -> None:
+    """Check a policy file and the directories that it names; nothing is mounted.
+
+    \b
+    Example:
+      tierfs check /etc/tierfs/ckpt.yaml
+    """
+    policy = load_policy(config)
+    check_paths(policy)
+    summary = check_summary(policy)
+    render.print_json(summary) if as_json else render.policy(summary)
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("path")
+@json_option
+def explain(config: Path, path: str, as_json: bool) -> None:
+    """Tell which rule of a policy file treats PATH, and how. PATH need not exist.
+
+    It is relative to the mountpoint, or absolute and below the policy's mount.
+
+    \b
+    Examples:
+      tierfs explain ckpt.yaml run42/step-1000.pt
+      tierfs explain ckpt.yaml /mnt/ckpt/run42/step-1000.pt --json
+    """
+    policy = load_policy(config)
+    relative = os.path.normpath(path)
+    if os.path.isabs(relative):
+        if policy.mount is None or not Path(relative).is_relative_to(policy.mount):
+            raise UsageError(f"{path} is not below the mountpoint {policy.mount or '(the policy names none)'}")
+        relative = os.path.relpath(relative, policy.mount)
+    if relative in ("", ".") or relative.split("/")[0] == "..":
+        raise UsageError(f"{path!r} is no path of a file below the mountpoint")
+    answer = explain_path(policy, os.fsencode(relative))
+    render.print_json(answer) if as_json else render.explanation(answer)
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@json_option
+def fsck(config: Path, as_json: bool) -> int:
+    """Compare the catalog of an unmounted filesystem with what its tiers hold; changes nothing.
+
+    Exits 1 when something is wrong.
+
+    \b
+    Example:
+      tierfs fsck /etc/tierfs/ckpt.yaml
+    """
+    from tierfs.fsck import check_all
+
+    policy = load_policy(config)
+    for record in list_mounts():
+        if os.path.realpath(record.state) == os.path.realpath(policy.state):
+            raise UsageError(f"{config} is mounted on {record.mountpoint}; umount it first")
+    with render.progress("checking") as progress:
+        problems = list(check_all(policy, progress))
+    if as_json:
+        render.print_json(problems)
+    elif problems:
+        render.table(
+            ("SEVERITY", "WHAT", "PATH"), [[p.get("severity"), p.get("what"), p.get("path")] for p in problems]
+        )
+    else:
+        render.say("no problems found")
+    return 1 if problems else 0
+
+
+COMMANDS: tuple[click.Command, ...] = (status, info, check, explain, fsck)

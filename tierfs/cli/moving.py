@@ -1,0 +1,160 @@
+"""Commands that move data: flush, warmup, evict, pause, resume."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from tierfs.cli import render
+from tierfs.cli.inspect import ANSWER_SECONDS, json_option, mount_at
+from tierfs.control.client import call, find_mount
+from tierfs.control.protocol import Json, MountRecord, list_mounts
+from tierfs.units import parse_duration
+
+
+class Duration(click.ParamType[float]):
+    name = "duration"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        try:
+            return parse_duration(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.command()
+@click.argument("path", required=False)
+@click.option("--to", metavar="TIER", help="Until durable on this tier.  [default: the last]")
+@click.option("--timeout", type=Duration(), help="Give up after this time, such as 5m, with exit code 3.")
+@json_option
+def flush(path: str | None, to: str | None, timeout: float | None, as_json: bool) -> None:
+    """Wait until a file, a directory or all mounts are durable. Exit code 0 means that they are.
+
+    \b
+    Examples:
+      tierfs flush /mnt/ckpt/run42/step-1000
+      tierfs flush /mnt/ckpt --to nvme
+      tierfs flush --timeout 5m
+    """
+    if path is not None:
+        answer = flush_one(*find_mount(path), to, timeout)
+        render.print_json(answer) if as_json else _say_flushed(path, answer)
+        return
+    deadline = None if timeout is None else time.monotonic() + timeout
+    answers = []
+    for record in list_mounts():
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        answers.append(flush_one(record, "", to, left))
+        if not as_json:
+            _say_flushed(record.mountpoint, answers[-1])
+    if as_json:
+        render.print_json(answers)
+    elif not answers:
+        render.say("no tierfs mounts")
+
+
+def flush_one(record: MountRecord, relative: str, to: str | None, timeout: float | None) -> Json:
+    """Flush with a progress bar. NotDurableInTime names what is missing."""
+    args: Json = {"path": relative}
+    if to is not None:
+        args["to"] = to
+    if timeout is not None:
+        args["timeout"] = timeout
+    with render.progress("draining") as progress:
+        limit = None if timeout is None else timeout + ANSWER_SECONDS
+        return call(record, "flush", args, on_progress=progress, timeout=limit)
+
+
+def _say_flushed(path: str, answer: Json) -> None:
+    render.say(
+        f"{path}: {answer.get('files')} files ({render.size(answer.get('bytes'))}) durable on {answer.get('tier')}"
+    )
+
+
+@click.command()
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@json_option
+def warmup(paths: tuple[str, ...], as_json: bool) -> None:
+    """Copy files up to the fastest tiers ahead of need; directories with all that is in them.
+
+    \b
+    Example:
+      tierfs warmup /mnt/ckpt/run42/step-1000
+    """
+    answer = _on_paths("warmup", "recalling", paths, {})
+    if as_json:
+        render.print_json(answer)
+    else:
+        render.say(
+            f"{answer.get('recalled', 0)} of {answer.get('files', 0)} files recalled "
+            f"({render.size(answer.get('bytes', 0))} are now in the upper tiers)"
+        )
+
+
+@click.command()
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.option("--from", "tier", metavar="TIER", help="Only this tier's copies.  [default: all but the last tier's]")
+@json_option
+def evict(paths: tuple[str, ...], tier: str | None, as_json: bool) -> None:
+    """Drop copies that a tier further down holds durably; what is open or not durable yet stays.
+
+    \b
+    Examples:
+      tierfs evict /mnt/ckpt/run41
+      tierfs evict /mnt/ckpt/run42/step-1000.pt --from memory
+    """
+    answer = _on_paths("evict", "evicting", paths, {} if tier is None else {"from": tier})
+    if as_json:
+        render.print_json(answer)
+    else:
+        kept = f", {answer['kept']} kept (open, or not durable yet)" if answer.get("kept") else ""
+        render.say(f"{answer.get('evicted', 0)} copies evicted ({render.size(answer.get('bytes', 0))}){kept}")
+
+
+def _on_paths(op: str, what: str, paths: tuple[str, ...], args: Json) -> Json:
+    """Ask each mount for its own paths and add the answers' numbers up."""
+    by_mount: dict[str, tuple[MountRecord, list[str]]] = {}
+    for path in paths:
+        record, relative = find_mount(path)
+        by_mount.setdefault(record.mountpoint, (record, []))[1].append(relative)
+    total: Json = {}
+    for record, relatives in by_mount.values():
+        with render.progress(what) as progress:
+            answer = call(record, op, {"paths": relatives, **args}, on_progress=progress)
+        for key, value in answer.items():
+            total[key] = total[key] + value if key in total and isinstance(value, int) else value
+    return total
+
+
+@click.command()
+@click.argument("mountpoint")
+def pause(mountpoint: str) -> None:
+    """Stop draining until `tierfs resume`; files are still read and written.
+
+    \b
+    Example:
+      tierfs pause /mnt/ckpt
+    """
+    record = mount_at(mountpoint)
+    call(record, "pause", timeout=ANSWER_SECONDS)
+    render.say(f"{record.mountpoint}: drains are paused")
+
+
+@click.command()
+@click.argument("mountpoint")
+def resume(mountpoint: str) -> None:
+    """Go on draining after `tierfs pause`.
+
+    \b
+    Example:
+      tierfs resume /mnt/ckpt
+    """
+    record = mount_at(mountpoint)
+    call(record, "resume", timeout=ANSWER_SECONDS)
+    render.say(f"{record.mountpoint}: drains go on")
+
+
+COMMANDS: tuple[click.Command, ...] = (flush, warmup, evict, pause, resume)

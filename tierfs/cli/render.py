@@ -1,0 +1,193 @@
+"""What the commands show: JSON and tables on stdout, progress on stderr (only when that is a terminal)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from tierfs.units import format_size
+
+Json = dict[str, Any]
+ProgressCallback = Callable[[int, int, str], None]
+
+_STATE_STYLE = {"ok": "green", "durable": "green", "failing": "red", "down": "red"}
+
+
+def printable(value: object) -> str:
+    """``value`` as text that a terminal cannot misread: file names may hold any byte."""
+    text = os.fsencode(str(value)).decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def print_json(value: object) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def say(text: str) -> None:
+    """One line of result on stdout."""
+    print(printable(text))
+
+
+def note(text: str) -> None:
+    """One line beside the result, on stderr."""
+    print(f"tierfs: {printable(text)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[ProgressCallback]:
+    """A bar on stderr while the block runs; without a terminal nothing at all. ``total`` 0 shows a spinner only."""
+    if not sys.stderr.isatty():
+        yield lambda done, total, what: None
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(what, total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            bars.update(task, completed=done, total=total or None, description=printable(what))
+
+        yield show
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> None:
+    """A plain table; the columns named in ``right`` are numbers."""
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        grid.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        cells = [printable("-" if cell is None else cell) for cell in row]
+        grid.add_row(*(Text(cell, style=_STATE_STYLE.get(cell, "")) for cell in cells))
+    console().print(grid)
+
+
+def console() -> Console:
+    # Lines are not cut to 80 columns when a program reads them.
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 240)
+
+
+def size(value: object) -> str:
+    return format_size(int(value)) if isinstance(value, int | float) else "-"
+
+
+def seconds(value: object) -> str:
+    if not isinstance(value, int | float):
+        return "-"
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if value >= 2 * length:
+            return f"{value / length:.0f}{unit}"
+    return f"{value:.0f}s"
+
+
+def status_list(mounts: Sequence[Json]) -> None:
+    """One line per mount."""
+    if not mounts:
+        say("no tierfs mounts")
+        return
+    rows = []
+    for mount in mounts:
+        drain = mount.get("drain") or {}
+        tiers = mount.get("tiers") or []
+        failing = [str(tier.get("name")) for tier in tiers if tier.get("state") != "ok"]
+        state = mount.get("error") or ("failing: " + ", ".join(failing) if failing else "ok")
+        rows.append(
+            [
+                mount.get("mountpoint"),
+                mount.get("mode"),
+                "paused" if mount.get("paused") and state == "ok" else state,
+                drain.get("queued_files"),
+                size(drain.get("queued_bytes")),
+                size(drain.get("unsynced_bytes")),
+            ]
+        )
+    numbers = ("QUEUED FILES", "QUEUED", "UNSYNCED")
+    table(("MOUNTPOINT", "MODE", "STATE", *numbers), rows, right=numbers)
+
+
+def status(mount: Json) -> None:
+    """Everything about one mount."""
+    drain = mount.get("drain") or {}
+    held = mount.get("held_deletes") or {}
+    pids = f"daemon {mount.get('daemon_pid')}, keeper {mount.get('keeper_pid') or 'none'}"
+    say(f"{mount.get('mountpoint')}: {mount.get('mode')} ({mount.get('mode_reason', '')})")
+    say(f"processes: {pids}, {mount.get('daemon_restarts', 0)} restarts")
+    say(
+        f"drain: {'paused, ' if mount.get('paused') else ''}{drain.get('queued_files', 0)} files "
+        f"({size(drain.get('queued_bytes'))}) queued, oldest {seconds(drain.get('oldest_age_s'))}, "
+        f"{size(drain.get('rate_bytes_s'))}/s, {size(drain.get('unsynced_bytes'))} only in memory"
+    )
+    say(f"held deletes: {held.get('files', 0)} files ({size(held.get('bytes'))})")
+    rows = [
+        [
+            tier.get("name"),
+            tier.get("kind"),
+            tier.get("state"),
+            *(size(tier.get(key)) for key in ("capacity", "used", "clean", "dirty", "open")),
+            tier.get("last_error") or "",
+        ]
+        for tier in mount.get("tiers") or []
+    ]
+    numbers = ("CAPACITY", "USED", "CLEAN", "DIRTY", "OPEN")
+    table(("TIER", "KIND", "STATE", *numbers, "LAST ERROR"), rows, right=numbers)
+
+
+def info(answer: Json) -> None:
+    """One file's versions and replicas."""
+    say(f"{answer.get('path')}: {size(answer.get('size'))}, version {answer.get('version')}")
+    say(f"durable on: {answer.get('durable') or 'no tier yet'}")
+    rows = [
+        [r.get("tier"), r.get("version"), r.get("state"), size(r.get("bytes")), r.get("digest"), r.get("key")]
+        for r in answer.get("replicas") or []
+    ]
+    table(("TIER", "VERSION", "STATE", "BYTES", "DIGEST", "KEY"), rows, right=("VERSION", "BYTES"))
+
+
+def policy(summary: Json) -> None:
+    """The whole policy with its defaults."""
+    say(f"{summary['source']}: valid")
+    say(f"mount {summary['mount'] or '(given on the command line)'}, mode {summary['mode']}, state {summary['state']}")
+    rows = [
+        [
+            tier["name"],
+            tier["kind"] + (" (archive)" if tier["archive"] else ""),
+            tier["path"] or "own tmpfs",
+            size(tier["size"]) if tier["size"] is not None else "whole file system",
+            f"{tier['high']:.0%}",
+            f"{tier['low']:.0%}",
+        ]
+        for tier in summary["tiers"]
+    ]
+    table(("TIER", "KIND", "PATH", "SIZE", "HIGH", "LOW"), rows, right=("SIZE", "HIGH", "LOW"))
+    rules = [
+        [i, " ".join(r["match"]), r["ack"], r["close"], r["fsync"], r["drain"], _keep(r["keep"])]
+        for i, r in enumerate(summary["rules"])
+    ]
+    table(("RULE", "MATCH", "ACK", "CLOSE", "FSYNC", "DRAIN", "KEEP"), rules, right=("RULE",))
+    for index in summary["unreachable_rules"]:
+        note(f"rule {index} is never used: a rule before it matches every file")
+
+
+def explanation(answer: Json) -> None:
+    """How one path is treated."""
+    say(f"{answer['path']}: rule {answer['rule']}, pattern {answer['pattern']}")
+    for key in ("ack", "close", "fsync", "drain"):
+        say(f"  {key:6} {answer[key]}")
+    say(f"  keep   {_keep(answer['keep'])}")
+
+
+def _keep(keep: Json) -> str:
+    return ", ".join(f"{tier}: {value}" for tier, value in keep.items())

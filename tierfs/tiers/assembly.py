@@ -1,0 +1,41 @@
+"""All tiers of a policy, opened and prepared together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierfs.policy.model import Policy
+from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.memory import MemoryMount, open_store
+from tierfs.tiers.tree import TreeStore
+from tierfs.types import Usage
+
+
+@dataclass
+class Tiers:
+    stores: dict[str, ReplicaStore]
+    tree: TreeStore
+    mounts: list[MemoryMount]
+
+    @classmethod
+    def open(cls, policy: Policy) -> Tiers:
+        """Open and prepare every tier, mounting the memory tiers that tierfs owns."""
+        stores: dict[str, ReplicaStore] = {}
+        mounts: list[MemoryMount] = []
+        for config in policy.tiers[:-1]:
+            store, mount = open_store(config, policy.state / "memory" / config.name)
+            store.prepare()
+            stores[config.name] = store
+            if mount is not None:
+                mounts.append(mount)
+        archive = policy.tiers[-1]
+        assert archive.path is not None
+        tree = TreeStore(archive.name, archive.path, archive.size)
+        tree.prepare()
+        return cls(stores, tree, mounts)
+
+    def probes(self) -> dict[str, Callable[[int], Usage]]:
+        probes: dict[str, Callable[[int], Usage]] = {name: store.usage for name, store in self.stores.items()}
+        probes[self.tree.name] = self.tree.usage
+        return probes
