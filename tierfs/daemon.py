@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -94,7 +95,8 @@ class Daemon:
             discard=migrator.discard,
         )
         migrator.files = files
-        names = Namespace(self.catalog, files, set(self.catalog.orphans()))
+        files.orphans.update(self.catalog.orphans())
+        names = Namespace(self.catalog, files)
         operations = Operations(self, names, migrator, space)
         filesystem = Filesystem(self.catalog, names, files, migrator.wait_durable, operations.virtual_xattrs)
         self._take_over(files, names, backing)
@@ -109,12 +111,11 @@ class Daemon:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(migrator.run)
-                nursery.start_soon(self._checkpoint)
                 await nursery.start(serve_control, self._socket(), operations.handlers())
                 self._write_record()
                 nursery.start_soon(self._await_signal, operations)
                 nursery.start_soon(self._announce)
-                await pyfuse3.main()
+                await _serve_kernel()
                 log.info("mount %s ended", self.mountpoint)
                 await operations.drain_rest()
                 nursery.cancel_scope.cancel()
@@ -136,7 +137,7 @@ class Daemon:
             self.catalog.forget_requests()
             recover_lost_memory(self.catalog, self.policy, self.tiers.stores)
             files.settle()
-            names.forget(list(names.orphans))
+            names.forget(list(files.orphans))
             return
         for handle in self.session.handles:
             files.adopt(handle.fh, handle.ino, handle.flags, handle.backing_id)
@@ -171,14 +172,14 @@ class Daemon:
                 pyfuse3.terminate()
                 return
 
-    async def _checkpoint(self) -> None:
-        """Fold the WAL back now and then; a small one costs the loop little."""
-        while True:
-            await trio.sleep(30)
-            wal = self.policy.state / "catalog.sqlite-wal"
-            with contextlib.suppress(FileNotFoundError):
-                if wal.stat().st_size > 8 << 20:
-                    self.catalog.sync()
+
+async def _serve_kernel() -> None:
+    """pyfuse3's loop, until the mount ends. The end of the keeper's channel shows as a short read (EIO)."""
+    try:
+        await pyfuse3.main()
+    except* OSError as group:
+        if any(getattr(error, "errno", None) != errno.EIO for error in group.exceptions):
+            raise
 
 
 def run_mount(policy: Policy, mountpoint: Path, config: Path, ready_fd: int | None) -> int:

@@ -54,13 +54,9 @@ system_packages() {
   apt-get install -y -qq --no-install-recommends "${missing[@]}" </dev/null >/dev/null
 }
 
-# The CPU build from the configured index, else from PyTorch's own, else whatever the index calls 2.13.0.
+# torch first, at its pinned version: a range would draw a build for other hardware.
 install_torch() {
-  local pinned pip_install=("$venv/bin/pip" install --quiet)
-  pinned=$(grep '^torch==' requirements/constraints.txt)
-  "${pip_install[@]}" "$pinned+cpu" 2>/dev/null && return
-  "${pip_install[@]}" "$pinned+cpu" --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null && return
-  "${pip_install[@]}" "$pinned"
+  "$venv/bin/pip" install --quiet "$(grep '^torch==' requirements/constraints.txt)"
 }
 
 python=$(find_python) || {

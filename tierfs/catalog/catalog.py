@@ -8,6 +8,7 @@ where durability is promised. A crash of the daemon loses nothing, a power cut l
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import time
 import uuid
@@ -20,6 +21,7 @@ from tierfs.errors import CatalogError
 from tierfs.types import ROOT_INO, Attributes, Ino, OpKind, Replica, ReplicaState
 
 REQUEST_RING = 4096
+CHECKPOINT_BYTES = 8 << 20
 _ATTRIBUTES = "ino, mode, uid, gid, nlink, rdev, size, atime_ns, mtime_ns, ctime_ns, version"
 _QUALIFIED = ", ".join(f"i.{column}" for column in _ATTRIBUTES.split(", "))
 _REPLICA = "ino, version, tier, state, key, size, digest"
@@ -69,7 +71,6 @@ class Catalog:
         try:
             self._db = sqlite3.connect(path, isolation_level=None, cached_statements=512, check_same_thread=False)
             run = self._db.execute
-            run("PRAGMA locking_mode=EXCLUSIVE")
             run("PRAGMA journal_mode=WAL")
             run("PRAGMA synchronous=OFF")
             run("PRAGMA wal_autocheckpoint=0")
@@ -94,13 +95,30 @@ class Catalog:
     def close(self) -> None:
         """Fold the WAL into the database file, on stable storage, and close."""
         self.sync()
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         self._db.close()
 
     def sync(self) -> None:
-        """Everything committed so far is on stable storage when this returns. Blocks on the disk."""
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        self._db.execute("PRAGMA synchronous=OFF")
+        """Everything committed before the call is on stable storage when this returns.
+
+        Blocks on the disk; the one method that may be called from another thread. A WAL that grew large is
+        folded into the database by a connection of its own.
+        """
+        wal = Path(f"{self.path}-wal")
+        try:
+            fd = os.open(wal, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            os.fsync(fd)
+            large = os.fstat(fd).st_size > CHECKPOINT_BYTES
+        finally:
+            os.close(fd)
+        if large:
+            with contextlib.closing(sqlite3.connect(self.path, isolation_level=None, timeout=0)) as other:
+                other.execute("PRAGMA synchronous=FULL")
+                other.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
@@ -384,9 +402,21 @@ class Catalog:
     def queue_drain(self, ino: int, version: int, tier: str) -> None:
         self._run("INSERT INTO drains(ino, version, tier) VALUES (?, ?, ?)", (ino, version, tier))
 
-    def queued_drains(self, limit: int) -> list[tuple[int, Ino, int, str]]:
-        """(seq, ino, version, tier), oldest close first."""
-        return self._run("SELECT seq, ino, version, tier FROM drains ORDER BY seq LIMIT ?", (limit,)).fetchall()
+    def wanted_drains(self, limit: int) -> list[tuple[int, int, str, int, int]]:
+        """(ino, version, tier, size, ctime in ns) of queued copies still wanted, oldest close first."""
+        return self._run(
+            "SELECT d.ino, d.version, d.tier, i.size, i.ctime_ns FROM drains d"
+            " JOIN inodes i ON i.ino=d.ino AND i.version=d.version AND i.nlink>0 ORDER BY d.seq LIMIT ?",
+            (limit,),
+        ).fetchall()
+
+    def wanted_contents(self, limit: int) -> list[tuple[int, int, int, int]]:
+        """(ino, version, size, closed in ns) that the archive still wants, oldest close first."""
+        return self._run(
+            "SELECT o.ino, o.arg, i.size, o.at_ns FROM oplog o"
+            " JOIN inodes i ON i.ino=o.ino AND i.version=o.arg AND i.nlink>0 WHERE o.kind=5 ORDER BY o.seq LIMIT ?",
+            (limit,),
+        ).fetchall()
 
     def unqueue_drain(self, ino: int, version: int, tier: str) -> None:
         self._run("DELETE FROM drains WHERE ino=? AND version=? AND tier=?", (ino, version, tier))
@@ -408,21 +438,6 @@ class Catalog:
             Operation(row[0], OpKind(row[1]), Ino(row[2]), Ino(row[3]), row[4], row[5], row[6] or b"", row[7])
             for row in rows
         ]
-
-    def contents(self, limit: int) -> list[Operation]:
-        """The oldest CONTENT operations, whatever stands between them."""
-        rows = self._run(
-            "SELECT seq, kind, ino, parent, name, arg, name2, at_ns FROM oplog WHERE kind=5 ORDER BY seq LIMIT ?",
-            (limit,),
-        )
-        return [
-            Operation(row[0], OpKind(row[1]), Ino(row[2]), Ino(row[3]), row[4], row[5], row[6] or b"", row[7])
-            for row in rows
-        ]
-
-    def has_content_queued(self, ino: int, version: int) -> bool:
-        row = self._run("SELECT 1 FROM oplog WHERE kind=5 AND ino=? AND arg=?", (ino, version)).fetchone()
-        return row is not None
 
     def drop_operations(self, through: int) -> None:
         self._run("DELETE FROM oplog WHERE seq<=?", (through,))

@@ -72,7 +72,7 @@ CREATE TABLE oplog (
     name2  BLOB,                        -- RENAME, EXCHANGE: new name
     at_ns  INTEGER NOT NULL             -- wall clock, for settling and ages
 );
-CREATE INDEX oplog_content ON oplog(ino) WHERE kind = 5;
+CREATE INDEX oplog_content ON oplog(kind) WHERE kind = 5;
 
 CREATE TABLE published (
     parent   INTEGER NOT NULL,          -- the namespace as the archive has it, behind the mount's

@@ -37,7 +37,7 @@ _UMOUNT_NOFOLLOW = 8
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("mountpoint", required=False, type=click.Path(path_type=Path))
-@click.option("--foreground", "-f", is_flag=True, help="Stay in the foreground and log to stderr (systemd, containers).")
+@click.option("--foreground", "-f", is_flag=True, help="Stay and log to stderr (systemd, containers).")
 def mount(config: Path, mountpoint: Path | None, foreground: bool) -> int:
     """Mount the filesystem that a policy file describes; returns once it answers.
 
@@ -121,10 +121,7 @@ def _in_background(policy: Policy, mountpoint: Path, config: Path) -> int:
         try:
             os.close(read_fd)
             os.setsid()
-            if os.fork() == 0:
-                code = _become_daemon(policy, mountpoint, config, log_fd, write_fd)
-            else:
-                code = 0
+            code = 0 if os.fork() else _become_daemon(policy, mountpoint, config, log_fd, write_fd)
         except BaseException:
             logging.getLogger("tierfs").exception("the mount failed")
         finally:

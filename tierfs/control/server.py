@@ -201,7 +201,7 @@ class _Reporter:
 
 class _Checkpoint:
     def __await__(self) -> Generator[Any, Any, None]:
-        return trio.lowlevel.checkpoint().__await__()
+        return trio.lowlevel.checkpoint().__await__()  # noqa: ASYNC105
 
 
 async def _read_line(stream: trio.SocketStream) -> bytes | None:

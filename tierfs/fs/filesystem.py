@@ -116,12 +116,12 @@ class Filesystem:
             await self.wait_durable(inode.ino, version, tier)
         elif self.files.policy.tier(inode.replica.tier).persistent:
             await trio.to_thread.run_sync(os.fsync, inode.fd)
-            self.catalog.sync()
+            await trio.to_thread.run_sync(self.catalog.sync)
 
     async def fsync_directory(self) -> None:
         """Namespace changes are as safe as their ack tier; on a persistent one the catalog is synced."""
         if not any(tier.kind == "memory" for tier in self.files.policy.tiers):
-            self.catalog.sync()
+            await trio.to_thread.run_sync(self.catalog.sync)
 
     # extended attributes
 

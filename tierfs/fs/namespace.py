@@ -9,7 +9,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tierfs.catalog import Catalog, Entry
 from tierfs.errors import FsError
@@ -30,8 +30,6 @@ RENAME_EXCHANGE = 2
 class Namespace:
     catalog: Catalog
     files: OpenFiles
-    orphans: set[int] = field(default_factory=set)
-    """Inodes without a name that the kernel still knows; their rows go when it forgets them."""
 
     def attributes(self, ino: int) -> Attributes:
         """What stat shows now: from the backing file while the inode is open for writing."""
@@ -200,17 +198,16 @@ class Namespace:
         links = 0 if stat.S_ISDIR(child.mode) else child.nlink - 1
         self.catalog.set_links(child.ino, links, now)
         if links == 0:
-            self.orphans.add(child.ino)
-            if stat.S_ISREG(child.mode) and child.ino not in self.files.inodes:
-                self.files.remove_content(child.ino)
+            self.files.orphans.add(child.ino)
 
     def forget(self, inos: list[int]) -> None:
-        """The kernel no longer knows these inodes: drop the rows of those that have no name."""
-        gone = [ino for ino in inos if ino in self.orphans and ino not in self.files.inodes]
-        if gone:
-            with self.catalog.transaction():
-                self.catalog.drop_inodes(gone)
-            self.orphans.difference_update(gone)
+        """The kernel no longer knows these inodes: those without a name go."""
+        for ino in inos:
+            if ino in self.files.orphans:
+                if ino in self.files.inodes:
+                    self.files.forgotten.add(ino)
+                else:
+                    self.files.drop_orphan(ino)
 
     # renaming
 

@@ -91,6 +91,11 @@ class OpenFiles:
     """(tier, key): remove these bytes soon."""
     inodes: dict[int, OpenInode] = field(default_factory=dict)
     handles: dict[int, Handle] = field(default_factory=dict)
+    orphans: set[int] = field(default_factory=set)
+    """Inodes without a name that the kernel still knows: an open that began before the unlink may still come, so
+    bytes and row stay until the kernel forgets them."""
+    forgotten: set[int] = field(default_factory=set)
+    """Orphans that the kernel forgot while a release of theirs was still on its way."""
     _locks: dict[int, tuple[trio.Lock, list[int]]] = field(default_factory=dict)
     _serial: int = 0
     _keys: int = field(default_factory=lambda: time.time_ns() >> 10)
@@ -268,10 +273,16 @@ class OpenFiles:
         if self.backing and inode.backing_id:
             self.backing.close(inode.backing_id)
         os.close(inode.fd)
-        attributes = self.catalog.attributes(inode.ino)
-        if attributes is None or attributes.nlink == 0:
-            with self.catalog.transaction():
-                self.remove_content(inode.ino)
+        if inode.ino in self.forgotten:
+            self.forgotten.discard(inode.ino)
+            self.drop_orphan(inode.ino)
+
+    def drop_orphan(self, ino: int) -> None:
+        """Neither a name, a handle nor the kernel knows the inode any more: its bytes and its row go."""
+        with self.catalog.transaction():
+            self.remove_content(ino)
+            self.catalog.drop_inodes([ino])
+        self.orphans.discard(ino)
 
     def _close_version(self, inode: OpenInode) -> None:
         status = os.fstat(inode.fd)
@@ -330,7 +341,7 @@ class OpenFiles:
                 self.catalog.queue_drain(closed.ino, closed.version, name)
 
     def remove_content(self, ino: int) -> None:
-        """The last name and the last handle are gone: drop every local replica and queued copy."""
+        """Drop every local replica and queued copy. Inside a transaction of the caller."""
         self.catalog.begin_version(ino, 0)
         for replica in self.catalog.replicas(ino):
             if replica.tier in self.stores:
@@ -373,7 +384,7 @@ class OpenFiles:
             if inode is not None and inode.writers:
                 continue
             attributes = self.catalog.attributes(replica.ino)
-            if attributes is None or (attributes.nlink == 0 and inode is None):
+            if attributes is None:
                 with self.catalog.transaction():
                     self.remove_content(replica.ino)
                 continue

@@ -16,6 +16,7 @@ _MAP = struct.Struct("<iIQ")
 _ID = struct.Struct("<I")
 
 RECLAIM_WINDOW = 256
+"""How far below the highest answered id an unanswered one may lie; pyfuse3 answers up to 99 requests at a time."""
 
 
 class BackingIds:
@@ -26,8 +27,7 @@ class BackingIds:
 
     def open(self, fd: int) -> int:
         """Register ``fd``'s file; the id is valid until `close`, whatever becomes of the descriptor."""
-        argument = bytearray(_MAP.pack(fd, 0, 0))
-        return int(fcntl.ioctl(self._device_fd, BACKING_OPEN, argument))
+        return int(fcntl.ioctl(self._device_fd, BACKING_OPEN, bytearray(_MAP.pack(fd, 0, 0))))
 
     def close(self, backing_id: int) -> None:
         """Closing an id twice is not an error: a resent release may come after the first one's effect."""
@@ -40,14 +40,15 @@ class BackingIds:
     def reclaim(self, known: set[int], highest: int) -> None:
         """Free ids that a dead daemon registered but whose reply never reached the kernel.
 
-        The kernel hands out ids cyclically, so those lie between ``highest`` (the last one seen in a reply,
-        less some slack for replies out of order) and a fresh probe.
+        Call before registering any other id. The kernel hands ids out cyclically upwards, so those lie between
+        ``highest`` (the highest seen in a reply, less slack for replies out of order) and a fresh probe.
         """
         probe_file = os.memfd_create("tierfs-probe", os.MFD_CLOEXEC)
         try:
             probe = self.open(probe_file)
         finally:
             os.close(probe_file)
-        for backing_id in range(max(1, highest - RECLAIM_WINDOW), probe + 1):
+        self.close(probe)
+        for backing_id in range(max(1, highest - RECLAIM_WINDOW), probe):
             if backing_id not in known:
                 self.close(backing_id)

@@ -26,14 +26,21 @@ from tierfs.fuse import wire
 from tierfs.fuse.session import KeeperSession, OpenHandle
 
 BUFFER = 2 << 20
+"""Room for any packet: max_write is 1 MiB, and libfuse never sends more than that and a header."""
 SOCKET_BUFFER = 8 << 20
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 MS_NOSUID, MS_NODEV = 2, 4
 MNT_DETACH = 2
 
-FREE_CRASHES, CRASH_WINDOW, MAX_CRASHES = 3, 60.0, 10
+FREE_CRASHES, BACKOFF_WINDOW = 3, 10.0
+MAX_CRASHES, CRASH_WINDOW = 10, 60.0
+BACKOFF, MAX_BACKOFF = 0.1, 5.0
+STOP_AGAIN = 1
+"""Seconds after which a daemon started while the mount is being stopped is told to stop, too."""
 
 Serve = Callable[[KeeperSession], int]
+ColdStart = Callable[[KeeperSession], int]
+"""Starts a daemon in a fresh interpreter, passing on `device_fd` and `channel_fd`; its pid, a child of this process."""
 
 
 class _Unmounted(Exception):
@@ -58,23 +65,59 @@ def mount_fuse(mountpoint: Path, *, allow_other: bool) -> int:
     return device
 
 
-def run_keeper(mountpoint: Path, *, allow_other: bool, serve: Serve, log: logging.Logger) -> int:
+def mount_number(mountpoint: Path) -> str | None:
+    """The device number (``0:minor``) of the FUSE mount on top of ``mountpoint``; asks the mount nothing."""
+    escaped = os.fsencode(mountpoint)
+    for character in b"\\ \t\n":
+        escaped = escaped.replace(bytes([character]), b"\\%03o" % character)
+    number = None
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        fields = line.split(b" ")
+        if fields[4] == escaped:
+            number = fields[2].decode() if b" - fuse.tierfs " in line else None
+    return number
+
+
+def run_keeper(
+    mountpoint: Path,
+    *,
+    allow_other: bool,
+    serve: Serve,
+    log: logging.Logger,
+    cold_start: ColdStart | None = None,
+    on_ready: Callable[[], None] | None = None,
+) -> int:
     """Mount, start daemons with ``serve`` (in a forked child, its return value the exit code) and forward until the
-    mount ends. The keeper's exit code. Raises MountError when it cannot mount."""
+    mount ends. The keeper's exit code. ``on_ready`` is called in the keeper once the first daemon answers the kernel.
+    Call in the main thread: handles SIGTERM and SIGINT (stop) and SIGHUP (new daemon). Raises MountError when it
+    cannot mount."""
+    mountpoint = Path(os.path.realpath(mountpoint))
     device = mount_fuse(mountpoint, allow_other=allow_other)
+    number = mount_number(mountpoint)
     try:
-        return Keeper(mountpoint, device, serve, log).run()
+        return Keeper(mountpoint, device, serve, log, cold_start, on_ready).run()
     finally:
+        if number is not None and mount_number(mountpoint) == number:
+            ctypes.CDLL(None).umount2(os.fsencode(mountpoint), MNT_DETACH)
         os.close(device)
-        ctypes.CDLL(None).umount2(os.fsencode(mountpoint), MNT_DETACH)
 
 
 class Keeper:
-    def __init__(self, mountpoint: Path, device: int, serve: Serve, log: logging.Logger) -> None:
+    def __init__(
+        self,
+        mountpoint: Path,
+        device: int,
+        serve: Serve,
+        log: logging.Logger,
+        cold_start: ColdStart | None = None,
+        on_ready: Callable[[], None] | None = None,
+    ) -> None:
         self._mountpoint = mountpoint
         self._device = device
         self._serve = serve
         self._log = log
+        self._cold_start = cold_start
+        self._on_ready = on_ready
         self._channel: socket.socket | None = None
         self._daemon = 0
         self._restarts = 0
@@ -82,34 +125,48 @@ class Keeper:
         self._stopping = False
         self._init_request: bytes | None = None
         self._initialised = False
-        self._handles: dict[int, OpenHandle] = {}
+        self._handles: dict[tuple[int, bool], list[OpenHandle]] = {}
+        """(fh, is_dir) → its opens; more than one where the daemon gives several opens the same fh"""
         self._highest_backing_id = 0
         self._crashes: deque[float] = deque()
         self._waiting: dict[int, tuple[int, int, int]] = {}
         """unique → (opcode, nodeid, flags or fh), for the replies that matter"""
         self._undelivered: deque[bytes] = deque()
-        """packets that the daemon has not taken: its socket was full, or it died and they have no reply"""
+        """packets that the daemon has not taken: its socket was full, or it died and they are never sent again"""
 
     def run(self) -> int:
-        signal.signal(signal.SIGTERM, self._on_stop)
-        signal.signal(signal.SIGINT, self._on_stop)
-        signal.signal(signal.SIGHUP, self._on_restart)
-        self._start()
+        handlers = {
+            signal.SIGTERM: self._on_stop,
+            signal.SIGINT: self._on_stop,
+            signal.SIGALRM: self._on_stop,
+            signal.SIGHUP: self._on_restart,
+        }
+        former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            return self._run()
+        except _Unmounted:
+            return self._finish()
+        finally:
+            self._finish()
+            signal.alarm(0)
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> int:
+        cold = False
         while True:
-            try:
-                self._forward()
-            except _Unmounted:
-                return self._finish()
+            self._start(cold)
+            self._forward()
             code = self._reap()
-            if self._stopping:
-                return code
+            if self._stopping and code in (0, -signal.SIGTERM, -signal.SIGINT):
+                return code and 1
             if not self._initialised:
                 self._log.error("the daemon ended with code %d before the mount was ready", code)
-                return code or 1
+                return code if code > 0 else 1
+            cold = self._planned and self._cold_start is not None
             if not self._may_restart(code):
                 return 1
             self._restarts += 1
-            self._start()
 
     # signals
 
@@ -118,8 +175,9 @@ class Keeper:
         self._signal_daemon(signal.SIGTERM)
 
     def _on_restart(self, _signal: int, _frame: FrameType | None) -> None:
-        self._planned = True
-        self._signal_daemon(signal.SIGKILL)
+        if self._initialised and not self._stopping:
+            self._planned = True
+            self._signal_daemon(signal.SIGKILL)
 
     def _signal_daemon(self, number: int) -> None:
         if self._daemon:
@@ -128,58 +186,84 @@ class Keeper:
 
     # the daemon's life
 
-    def _start(self) -> None:
+    def _start(self, cold: bool) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, SOCKET_BUFFER)
             end.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, SOCKET_BUFFER)
+        ours.setblocking(False)
+        handles = [handle for same in self._handles.values() for handle in same]
         session = KeeperSession(
             device_fd=self._device,
             channel_fd=theirs.fileno(),
             keeper_pid=os.getpid(),
             restarts=self._restarts,
-            handles=list(self._handles.values()),
+            handles=[handle for handle in handles if not handle.is_dir],
+            directories=[handle for handle in handles if handle.is_dir],
             highest_backing_id=self._highest_backing_id,
         )
-        self._daemon = os.fork()
-        if not self._daemon:
-            code = 1
-            try:
-                ours.close()
-                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                    signal.signal(number, signal.SIG_DFL)
-                code = self._serve(session)
-            except BaseException:
-                self._log.exception("the daemon failed")
-            finally:
-                logging.shutdown()
-                os._exit(code)
+        if cold and self._cold_start is not None:
+            self._daemon = self._cold_start(session)
+        else:
+            self._daemon = self._fork(session, ours)
         theirs.close()
         self._channel = ours
         self._waiting.clear()
-        if self._init_request is not None:
-            self._replay_init()
-        ours.setblocking(False)
+        if self._stopping:
+            signal.alarm(STOP_AGAIN)
+        if self._restarts:
+            self._replay_init(ours)
 
-    def _replay_init(self) -> None:
-        """A new daemon on an old connection: play the kernel's INIT, swallow the reply, have the rest sent again."""
-        assert self._channel is not None
-        assert self._init_request is not None
+    def _fork(self, session: KeeperSession, ours: socket.socket) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
         try:
-            self._channel.send(self._init_request)
-            if not self._channel.recv(BUFFER):
-                return
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
+                signal.signal(number, signal.SIG_DFL)
+            ours.close()
+            code = self._serve(session)
+        except BaseException:
+            self._log.exception("the daemon failed")
+        finally:
+            logging.shutdown()
+            os._exit(code)
+
+    def _replay_init(self, channel: socket.socket) -> None:
+        """A new daemon on an old connection: play the kernel's INIT, swallow the reply, have the rest sent again.
+        A daemon that dies meanwhile is noticed when forwarding."""
+        assert self._init_request is not None
+        channel.setblocking(True)
+        try:
+            channel.send(self._init_request)
+            reply = channel.recv(BUFFER)
         except OSError:
             return
-        if self._restarts:
+        finally:
+            channel.setblocking(False)
+        if not reply:
+            return
+        error = wire.OUT_HEADER.unpack_from(reply)[1]
+        if error:
+            self._log.error("the new daemon refused the connection: %s", os.strerror(-error))
+        try:
             os.write(self._device, wire.NOTIFY_RESEND)
+        except OSError as failure:
+            raise _Unmounted from failure
 
     def _reap(self) -> int:
-        _, status = os.waitpid(self._daemon, 0)
-        self._daemon = 0
+        """Wait for the daemon's end; its exit code, negative for a signal."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+        if not self._daemon:
+            return 0
+        _, status = os.waitpid(self._daemon, 0)
+        self._daemon = 0
+        # The kernel sends again what it awaits an answer to, but no FORGET.
+        forgets = (wire.FORGET, wire.BATCH_FORGET)
+        self._undelivered = deque(packet for packet in self._undelivered if wire.parse_header(packet)[0] in forgets)
         return os.waitstatus_to_exitcode(status)
 
     def _may_restart(self, code: int) -> bool:
@@ -188,83 +272,123 @@ class Keeper:
             self._log.info("restarting the daemon as asked")
             return True
         now = time.monotonic()
-        self._crashes.append(now)
-        while self._crashes[0] < now - CRASH_WINDOW:
-            self._crashes.popleft()
-        self._log.info("the daemon died (code %d), starting it again", code)
-        if len(self._crashes) > MAX_CRASHES:
+        crashes = self._crashes
+        crashes.append(now)
+        while crashes[0] < now - CRASH_WINDOW:
+            crashes.popleft()
+        if len(crashes) >= MAX_CRASHES:
             self._log.error(
-                "the daemon died %d times within a minute; unmounting %s", len(self._crashes), self._mountpoint
+                "the daemon died %d times within a minute (last code %d); unmounting %s",
+                len(crashes),
+                code,
+                self._mountpoint,
             )
             return False
-        if len(self._crashes) > FREE_CRASHES:
-            time.sleep(min(5.0, 0.1 * 2 ** (len(self._crashes) - FREE_CRASHES)))
+        self._log.info("the daemon died (code %d), starting it again", code)
+        excess = sum(crash > now - BACKOFF_WINDOW for crash in crashes) - FREE_CRASHES
+        if excess > 0:
+            time.sleep(min(MAX_BACKOFF, BACKOFF * 2 ** (excess - 1)))
         return True
 
     def _finish(self) -> int:
-        """Unmounted: the daemon sees the end of its channel, drains what is left and ends."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        _, status = os.waitpid(self._daemon, 0)
-        return os.waitstatus_to_exitcode(status)
+        """Unmounted: the daemon sees the end of its channel, drains what is left and ends, however long it takes."""
+        code = self._reap()
+        if code:
+            self._log.error("the daemon ended with code %d after the mount", code)
+        return 1 if code else 0
 
     # forwarding
 
     def _forward(self) -> None:
-        """Move packets until the daemon is gone (returns) or the mount is (_Unmounted)."""
+        """Move packets until the daemon is gone (returns) or the mount is (_Unmounted). The hot path."""
         channel = self._channel
         assert channel is not None
         device, daemon = self._device, channel.fileno()
         buffer = bytearray(BUFFER)
         view = memoryview(buffer)
-        poll = select.epoll()
-        poll.register(device, select.EPOLLIN)
-        poll.register(daemon, select.EPOLLIN)
-        try:
+        buffers = [buffer]
+        waiting, undelivered = self._waiting, self._undelivered
+        header, pack_u32, unique_of = wire.OPCODE_UNIQUE_NODE.unpack_from, wire.U32.pack_into, wire.U64.unpack_from
+        readv, write, send, recv_into = os.readv, os.write, channel.send, channel.recv_into
+        noted = wire.HANDLE_OPCODES | {wire.INIT}
+        truncated = socket.MSG_TRUNC
+        readable, writable = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
+        with select.epoll() as epoll:
+            poll = epoll.poll
+            epoll.register(device, readable)
+            epoll.register(daemon, readable)
+            if undelivered:
+                epoll.modify(device, 0)
+                epoll.modify(daemon, writable)
             while True:
-                for fd, _ in poll.poll():
-                    if fd == daemon:
-                        if self._undelivered and not self._deliver(channel):
-                            poll.modify(daemon, select.EPOLLIN | select.EPOLLOUT)
-                        elif not self._undelivered:
-                            poll.modify(daemon, select.EPOLLIN)
-                        if not self._replies(channel, buffer, view):
-                            return
-                    elif not self._undelivered and self._request(channel, buffer, view):
-                        poll.modify(daemon, select.EPOLLIN | select.EPOLLOUT)
-        finally:
-            poll.close()
+                for fd, events in poll():
+                    if fd == device:
+                        if undelivered and not events & select.EPOLLERR:
+                            continue  # came in the same batch as the event after which the daemon took no more
+                        try:
+                            length = readv(device, buffers)
+                        except OSError as error:
+                            if error.errno in (errno.EINTR, errno.EAGAIN, errno.ENOENT):
+                                continue
+                            raise _Unmounted from error
+                        opcode, unique, nodeid = header(buffer, 4)
+                        # wire.request_stamp, spelled out
+                        pack_u32(buffer, 32, (unique >> 1) & 0x3FFFFFFF | (unique >> 33) & 0x40000000)
+                        if opcode in noted:
+                            self._note(opcode, unique, nodeid, view[:length])
+                        try:
+                            send(view[:length])
+                        except BlockingIOError:
+                            undelivered.append(bytes(view[:length]))
+                            epoll.modify(device, 0)
+                            epoll.modify(daemon, writable)
+                        except OSError:  # the daemon died; what awaits an answer is sent again to the next one
+                            if opcode in wire.NO_REPLY:
+                                undelivered.append(bytes(view[:length]))
+                        continue
+                    if undelivered and events & select.EPOLLOUT and self._deliver(channel):
+                        epoll.modify(device, readable)
+                        epoll.modify(daemon, readable)
+                    try:
+                        length = recv_into(buffer, 0, truncated)
+                    except BlockingIOError:
+                        continue
+                    except ConnectionResetError:
+                        continue  # said once when the daemon left requests unread; its replies can still be had
+                    if not length:
+                        return
+                    if length > BUFFER:
+                        length = self._refuse(buffer, length)
+                    answered = None
+                    if waiting:
+                        (unique,) = unique_of(buffer, 8)
+                        answered = waiting.pop(unique, None)
+                        if answered is not None:
+                            self._patch(answered, buffer)
+                    try:
+                        write(device, view[:length])
+                    except OSError as error:
+                        if error.errno == errno.ENODEV:
+                            raise _Unmounted from error
+                        if error.errno not in (errno.ENOENT, errno.EINVAL, errno.EINTR):
+                            self._log.error("a reply was refused by the kernel: %s", error)
+                        continue
+                    if answered is not None:
+                        self._answered(answered, buffer)
 
-    def _request(self, channel: socket.socket, buffer: bytearray, view: memoryview) -> bool:
-        """Take one request from the kernel to the daemon; True when it could not be delivered."""
-        try:
-            length = os.readv(self._device, [buffer])
-        except OSError as error:
-            if error.errno in (errno.EINTR, errno.EAGAIN, errno.ENOENT):
-                return False
-            raise _Unmounted from error
-        opcode, unique, nodeid = wire.OPCODE_UNIQUE_NODE.unpack_from(buffer, 4)
-        wire.U32.pack_into(buffer, wire.IN_PID, wire.request_stamp(unique))
-        if opcode == wire.OPEN or opcode == wire.CREATE:
-            self._waiting[unique] = (opcode, nodeid, wire.U32.unpack_from(buffer, wire.IN_BODY)[0])
-        elif opcode == wire.RELEASE:
-            self._waiting[unique] = (opcode, nodeid, wire.U64.unpack_from(buffer, wire.IN_BODY)[0])
+    def _note(self, opcode: int, unique: int, nodeid: int, packet: memoryview) -> None:
+        """Remember a request whose reply will need a look."""
+        if opcode in (wire.RELEASE, wire.RELEASEDIR):
+            (value,) = wire.U64.unpack_from(packet, wire.IN_BODY)
         elif opcode == wire.INIT:
-            missing = wire.missing_features(view[:length])
+            missing = wire.missing_features(packet)
             if missing:
                 raise MountError(f"this kernel's FUSE has no {' and no '.join(missing)}; use mode: userspace")
-            self._init_request = bytes(view[:length])
-            self._waiting[unique] = (opcode, 0, 0)
-        try:
-            channel.send(view[:length])
-        except BlockingIOError:
-            self._undelivered.append(bytes(view[:length]))
-            return True
-        except OSError:
-            if opcode in wire.NO_REPLY and opcode != wire.INTERRUPT:
-                self._undelivered.append(bytes(view[:length]))
-        return False
+            self._init_request = bytes(packet)
+            value = 0
+        else:
+            (value,) = wire.U32.unpack_from(packet, wire.IN_BODY)
+        self._waiting[unique] = (opcode, nodeid, value)
 
     def _deliver(self, channel: socket.socket) -> bool:
         """Hand over what waited; True when all of it went."""
@@ -272,50 +396,54 @@ class Keeper:
             while self._undelivered:
                 channel.send(self._undelivered[0])
                 self._undelivered.popleft()
-        except BlockingIOError:
+        except OSError:  # full again, or dead: then the end of the channel comes next
             return False
-        except OSError:
-            return True
         return True
 
-    def _replies(self, channel: socket.socket, buffer: bytearray, view: memoryview) -> bool:
-        """Take one reply from the daemon to the kernel; False when the daemon is gone."""
-        try:
-            length = channel.recv_into(buffer)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        if not length:
-            return False
-        if self._waiting:
-            _, failed, unique = wire.OUT_HEADER.unpack_from(buffer)
-            waiting = self._waiting.pop(unique, None)
-            if waiting is not None and not failed:
-                self._answered(waiting, buffer)
-        try:
-            os.write(self._device, view[:length])
-        except OSError as error:
-            if error.errno == errno.ENODEV:
-                raise _Unmounted from error
-            if error.errno not in (errno.ENOENT, errno.EINVAL, errno.EINTR):
-                self._log.error("a reply was refused by the kernel: %s", error)
-        return True
+    def _refuse(self, buffer: bytearray, length: int) -> int:
+        """Answer EIO in place of a reply that no kernel would take."""
+        (unique,) = wire.U64.unpack_from(buffer, 8)
+        self._log.error("a reply of %d bytes does not fit; answering EIO", length)
+        wire.OUT_HEADER.pack_into(buffer, 0, wire.OUT_HEADER.size, -errno.EIO, unique)
+        return wire.OUT_HEADER.size
 
-    def _answered(self, waiting: tuple[int, int, int], buffer: bytearray) -> None:
-        opcode, nodeid, value = waiting
-        if opcode == wire.RELEASE:
-            self._handles.pop(value, None)
-            return
-        if opcode == wire.INIT:
-            wire.patch_init(buffer)
-            self._initialised = True
+    def _patch(self, answered: tuple[int, int, int], reply: bytearray) -> None:
+        """Change the reply before the kernel sees it."""
+        opcode = answered[0]
+        if wire.OUT_HEADER.unpack_from(reply)[1]:
             return
         if opcode == wire.CREATE:
-            (nodeid,) = wire.U64.unpack_from(buffer, wire.OUT_BODY)
-            fh = wire.patch_open(buffer, wire.CREATE_OPEN_OUT)
+            wire.patch_open(reply, wire.CREATE_OPEN_OUT)
+        elif opcode == wire.OPEN:
+            wire.patch_open(reply, wire.OUT_BODY)
+        elif opcode == wire.INIT:
+            wire.patch_init(reply)
+
+    def _answered(self, answered: tuple[int, int, int], reply: bytearray) -> None:
+        """The kernel took the reply: keep the table of handles in step."""
+        opcode, nodeid, value = answered
+        failed = wire.OUT_HEADER.unpack_from(reply)[1]
+        if opcode in (wire.RELEASE, wire.RELEASEDIR):  # gone even if the reply is an error
+            key = (value, opcode == wire.RELEASEDIR)
+            same = self._handles.get(key)
+            if same:
+                same.pop()
+                if not same:
+                    del self._handles[key]
+        elif failed:
+            return
+        elif opcode == wire.INIT:
+            self._initialised = True
+            if self._on_ready is not None:
+                self._on_ready()
         else:
-            fh = wire.patch_open(buffer, wire.OUT_BODY)
-        backing_id = fh & 0xFFFFFFFF
-        self._handles[fh] = OpenHandle(fh, nodeid, value, backing_id)
-        self._highest_backing_id = max(self._highest_backing_id, backing_id)
+            offset = wire.OUT_BODY
+            if opcode == wire.CREATE:
+                (nodeid,) = wire.U64.unpack_from(reply, wire.OUT_BODY)
+                offset = wire.CREATE_OPEN_OUT
+            (fh,) = wire.U64.unpack_from(reply, offset)
+            is_dir = opcode == wire.OPENDIR
+            backing_id = 0 if is_dir else fh & wire.BACKING_MASK
+            self._handles.setdefault((fh, is_dir), []).append(OpenHandle(fh, nodeid, value, backing_id, is_dir))
+            if backing_id > self._highest_backing_id:
+                self._highest_backing_id = backing_id

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class OpenHandle:
-    """A file handle that the kernel holds: made by a former daemon, valid for the next one."""
+    """A handle that the kernel holds: made by a former daemon, valid for the next one."""
 
     fh: int
     ino: int
     flags: int
     backing_id: int
+    is_dir: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,5 +24,9 @@ class KeeperSession:
     """The daemon's end of the socket pair; pyfuse3 mounts ``/dev/fd/N``."""
     keeper_pid: int
     restarts: int = 0
+    """How many daemons of this mount there were before; 0 is the first."""
     handles: list[OpenHandle] = field(default_factory=list)
+    """Open files."""
+    directories: list[OpenHandle] = field(default_factory=list)
+    """Open directories (from OPENDIR)."""
     highest_backing_id: int = 0

@@ -33,9 +33,14 @@ from tierfs.types import Attributes, Ino, Replica, ReplicaState
 log = logging.getLogger("tierfs.migrator")
 
 BATCH = 512
-QUEUE_WINDOW = 256
+QUEUE_WINDOW = 128
 RETRY_FIRST, RETRY_LAST = 0.2, 60.0
 EVICT_WINDOW = 4096
+BREATH = 0.02
+"""Seconds between two looks at the queues, so that a burst of closes is planned once, not once each."""
+SYNC_SECONDS = 2.0
+REPLAY_SECONDS = 0.2
+"""Between two batches of the archive, so that they grow large; a flush does not wait for it."""
 
 
 @dataclass
@@ -102,8 +107,11 @@ class Migrator:
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._measure)
+            nursery.start_soon(self._sync_now_and_then)
             while True:
+                began = time.perf_counter()
                 wake = await self._cycle(nursery)
+                await trio.sleep(max(BREATH, 8 * (time.perf_counter() - began)))
                 with trio.move_on_after(wake):
                     await self._kick.wait()
                 self._kick = trio.Event()
@@ -115,6 +123,15 @@ class Migrator:
             now = trio.current_time()
             self.rate = (self.throttle.total - last) / (now - at)
             last, at = self.throttle.total, now
+
+    async def _sync_now_and_then(self) -> None:
+        while True:
+            await trio.sleep(SYNC_SECONDS)
+            await self.sync()
+
+    async def sync(self) -> None:
+        """What the catalog says now is on stable storage: called before anything is claimed to be durable."""
+        await trio.to_thread.run_sync(self.catalog.sync)
 
     async def _cycle(self, nursery: trio.Nursery) -> float:
         """Start what can be started; seconds until the next look."""
@@ -153,16 +170,15 @@ class Migrator:
     # draining
 
     def _queue(self) -> list[Pending]:
-        queue = []
-        for op in self.catalog.contents(QUEUE_WINDOW):
-            attributes = self.catalog.attributes(op.ino)
-            if (op.ino, op.arg) not in self.ready and attributes is not None and self.archive.wanted(op):
-                queue.append(Pending(op.ino, op.arg, self.archive_name, attributes.size, op.at_ns))
-        for _, ino, version, tier in self.catalog.queued_drains(QUEUE_WINDOW):
-            attributes = self.catalog.attributes(ino)
-            if attributes is not None and attributes.version == version:
-                queue.append(Pending(ino, version, tier, attributes.size, attributes.ctime_ns))
-        return [pending for pending in queue if not self._waits(pending.tier)]
+        queue: list[Pending] = []
+        if not self._waits(self.archive_name):
+            for ino, version, size, closed in self.catalog.wanted_contents(QUEUE_WINDOW):
+                if (ino, version) not in self.ready:
+                    queue.append(Pending(ino, version, self.archive_name, size, closed))
+        for ino, version, tier, size, closed in self.catalog.wanted_drains(QUEUE_WINDOW):
+            if not self._waits(tier):
+                queue.append(Pending(ino, version, tier, size, closed))
+        return queue
 
     def _start_drains(self, nursery: trio.Nursery) -> float:
         slots = self.policy.limits.transfers - len(self.running)
@@ -240,7 +256,6 @@ class Migrator:
             self.catalog.put_replica(replica)
             self.catalog.unqueue_drain(source.ino, source.version, tier)
             self.files.space.add(tier, source.size)
-        self.catalog.sync()
 
     async def _settle_in_place(self, source: Replica) -> None:
         """The ack tier itself is persistent: durable after one fsync of the replica."""
@@ -275,7 +290,6 @@ class Migrator:
             inode = self.files.inodes.get(source.ino)
             if inode is not None and inode.replica == source:
                 inode.replica = self.catalog.replica(source.ino, source.version, source.tier) or inode.replica
-            self.catalog.sync()
 
     async def _replay(self) -> None:
         try:
@@ -291,9 +305,10 @@ class Migrator:
                     self.files.space.add(self.archive_name, replica.size)
                     self.ready.pop((replica.ino, replica.version)).temp.close()
                 self._drop_unwanted()
-                self.catalog.sync()
                 self._recovered(self.archive_name)
                 self._advanced()
+                if not self.hurry:
+                    await trio.sleep(REPLAY_SECONDS)
         except TierError as error:
             self._failed(self.archive_name, error)
         except OSError as error:
@@ -381,6 +396,7 @@ class Migrator:
                 if attributes is None or attributes.nlink == 0:
                     return
                 await self._progress.wait()
+            await self.sync()
         finally:
             self.hurry -= 1
 
@@ -409,6 +425,7 @@ class Migrator:
                     if progress:
                         progress(total - sum(a.size for a in missing.values()), total)
                     if not missing and not behind:
+                        await self.sync()
                         break
                     with trio.move_on_after(1):
                         await self._progress.wait()

@@ -1,0 +1,168 @@
+"""Ordinary programs on a mount, each checking its own work."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+import sqlite3
+import subprocess
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+
+def run(*command: object, cwd: Path | None = None, timeout: float = 60) -> str:
+    program = str(command[0])
+    if shutil.which(program) is None:
+        pytest.skip(f"needs {program}")
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"},
+    )
+    assert done.returncode == 0, f"{command}: {done.stdout[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tree with what archivers must keep: modes, times, links, holes, odd names."""
+    top = tmp_path_factory.mktemp("source") / "tree"
+    (top / "a" / "b").mkdir(parents=True)
+    for number in range(200):
+        (top / "a" / f"{number}.txt").write_bytes(os.urandom(number * 37))
+    (top / "a" / "b" / "big").write_bytes(os.urandom(6 << 20))
+    (top / "a" / "b" / "linked").hardlink_to(top / "a" / "b" / "big")
+    (top / "symlink").symlink_to("a/b/big")
+    (top / "name with ü and spaces").write_bytes(b"x")
+    with (top / "sparse").open("wb") as file:
+        file.seek(8 << 20)
+        file.write(b"end")
+    (top / "a" / "0.txt").chmod(0o400)
+    (top / "a" / "1.txt").chmod(0o755)
+    os.utime(top / "a" / "1.txt", ns=(1_500_000_000_123_456_789, 1_500_000_000_123_456_789))
+    os.utime(top / "a", (1_400_000_000, 1_400_000_000))
+    return top
+
+
+def same_tree(first: Path, second: Path) -> None:
+    def names(top: Path) -> list[Path]:
+        return sorted(path.relative_to(top) for path in top.rglob("*"))
+
+    assert names(first) == names(second)
+    for name in names(first):
+        one, two = (first / name).lstat(), (second / name).lstat()
+        assert one.st_mode == two.st_mode, name
+        if (first / name).is_file() and not (first / name).is_symlink():
+            assert one.st_mtime_ns == two.st_mtime_ns, name
+        if (first / name).is_file():
+            assert filecmp.cmp(first / name, second / name, shallow=False), name
+
+
+def test_rsync(here: Path, source: Path) -> None:
+    for _ in range(2):  # rsync itself leaves the time of a directory with hard links to the second run
+        run("rsync", "-aHX", f"{source}/", here / "copy/")
+    same_tree(source, here / "copy")
+    assert (here / "copy/a/b/big").samefile(here / "copy/a/b/linked")
+    changes = run("rsync", "-aHi", f"{source}/", here / "copy/")
+    assert changes.strip() == "", "a second rsync finds something to do"
+    assert run("rsync", "-aHic", "--delete", f"{source}/", here / "copy/").strip() == ""
+
+
+def test_tar(here: Path, source: Path) -> None:
+    run("tar", "-C", source, "--format=posix", "-cf", here / "tree.tar", ".")
+    (here / "out").mkdir()
+    run("tar", "-C", here / "out", "-xpf", here / "tree.tar")
+    same_tree(source, here / "out")
+    run("tar", "-C", here / "out", "--compare", "-f", here / "tree.tar")
+
+
+def test_cp(here: Path, source: Path) -> None:
+    run("cp", "-a", source, here / "copy")
+    same_tree(source, here / "copy")
+    run("cp", "--sparse=always", here / "copy/sparse", here / "sparse")
+    run("cp", "--reflink=auto", here / "sparse", here / "again")
+    assert filecmp.cmp(here / "again", source / "sparse", shallow=False)
+
+
+@pytest.mark.slow
+def test_git(here: Path, tmp_path: Path) -> None:
+    def git(*args: object, cwd: Path) -> str:
+        who = ["-c", "user.name=t", "-c", "user.email=t@localhost", "-c", "gc.auto=0", "-c", "safe.directory=*"]
+        return run("git", *who, *args, cwd=cwd)
+
+    origin = tmp_path / "origin"
+    origin.mkdir()
+    git("init", "-q", "-b", "main", cwd=origin)
+    for number in range(10):
+        for file in range(20):
+            (origin / f"{file}.txt").write_text(f"{number} {file}\n" * 200)
+        git("add", ".", cwd=origin)
+        git("commit", "-qm", str(number), cwd=origin)
+    git("clone", "-q", "--no-hardlinks", origin, here / "clone", cwd=here)
+    clone = here / "clone"
+    git("checkout", "-q", "-b", "branch", cwd=clone)
+    (clone / "0.txt").write_text("changed\n")
+    git("commit", "-qam", "change", cwd=clone)
+    git("rebase", "-q", "--force-rebase", "HEAD~3", cwd=clone)
+    git("gc", "-q", "--prune=now", cwd=clone)
+    git("fsck", "--full", "--strict", cwd=clone)
+    assert git("status", "--porcelain", cwd=clone) == ""
+
+
+@pytest.mark.parametrize("journal", ["wal", "delete", "truncate"])
+def test_sqlite(here: Path, journal: str) -> None:
+    with (
+        closing(sqlite3.connect(here / "db", isolation_level=None)) as db,
+        closing(sqlite3.connect(here / "db")) as other,
+    ):
+        assert db.execute(f"PRAGMA journal_mode={journal}").fetchone() == (journal,)
+        db.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, data BLOB)")
+        db.execute("BEGIN")
+        db.executemany("INSERT INTO t(data) VALUES (?)", [(os.urandom(500),) for _ in range(2000)])
+        db.execute("COMMIT")
+        db.execute("BEGIN")
+        db.execute("DELETE FROM t")
+        db.execute("ROLLBACK")
+        assert other.execute("SELECT count(*) FROM t").fetchone() == (2000,)
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    with closing(sqlite3.connect(here / "db")) as db:
+        assert db.execute("SELECT count(*), sum(length(data)) FROM t").fetchone() == (2000, 1_000_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["psync", "mmap", "libaio"])
+def test_fio_reads_what_it_wrote(here: Path, engine: str) -> None:
+    direct = ["--direct=1"] if engine == "libaio" else []
+    run(
+        "fio",
+        "--name=verify",
+        f"--directory={here}",
+        f"--ioengine={engine}",
+        *direct,
+        "--rw=randwrite",
+        "--bsrange=4k-256k",
+        "--blockalign=4k",
+        "--size=48m",
+        "--numjobs=2",
+        "--iodepth=8",
+        "--verify=crc32c",
+        "--verify_fatal=1",
+        "--do_verify=1",
+        "--randseed=20",
+        timeout=90,
+    )
+
+
+@pytest.mark.slow
+def test_stress_ng_file_operations(here: Path) -> None:
+    stressors = ["--dentry", "--rename", "--link", "--symlink", "--fstat", "--chmod"]
+    options = [part for stressor in stressors for part in (stressor, "1")]
+    run("stress-ng", "--temp-path", here, "--timeout", "8", "--verify", *options, timeout=90)

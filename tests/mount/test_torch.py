@@ -1,0 +1,86 @@
+"""torch, safetensors, distributed checkpoints and the Hugging Face Trainer, unchanged, on a mount."""
+
+from __future__ import annotations
+
+import filecmp
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tierfs.testing.mounting import TestMount
+
+HERE = Path(__file__).parent
+
+
+def need(*modules: str) -> None:
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"needs {module}")
+
+
+def job(script: str, *args: object) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", HERE / script, *map(str, args)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=90,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def files(top: Path) -> list[Path]:
+    return sorted(p.relative_to(top) for p in top.rglob("*") if p.is_file() and ".tierfs" not in p.parts)
+
+
+def same_on_archive(mnt: TestMount) -> list[Path]:
+    """Everything is on the archive, bit for bit; gives the files."""
+    mnt.flush()
+    found = files(mnt.path)
+    assert files(mnt.archive) == found
+    for path in found:
+        assert filecmp.cmp(mnt.path / path, mnt.archive / path, shallow=False), path
+    return found
+
+
+@pytest.mark.slow
+def test_save_and_load(mnt: TestMount) -> None:
+    need("torch", "safetensors")
+    job("torch_job.py", "save", mnt.path)
+    job("torch_job.py", "load", mnt.path)
+    found = same_on_archive(mnt)
+    job("torch_job.py", "load", mnt.archive)
+    mnt.evict(*(mnt.path / path for path in found))
+    if mnt.nvme is not None:
+        mnt.evict(*(mnt.path / path for path in found), tier="nvme")
+    job("torch_job.py", "load", mnt.path)
+
+
+@pytest.mark.slow
+def test_distributed_checkpoint(mnt: TestMount) -> None:
+    need("torch")
+    job("torch_job.py", "dcp-save", mnt.path)
+    job("torch_job.py", "dcp-load", mnt.path)
+    found = same_on_archive(mnt)
+    assert {path.name for path in found} >= {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    mnt.evict(*(mnt.path / path for path in found))
+    job("torch_job.py", "dcp-load", mnt.path)
+
+
+@pytest.mark.slow
+def test_trainer_rotates_and_resumes(mnt: TestMount) -> None:
+    need("torch", "transformers", "accelerate", "tensorboard")
+    run = mnt.path / "run"
+    job("trainer_job.py", run)
+    assert sorted(p.name for p in run.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
+    found = same_on_archive(mnt)
+    mnt.evict(*(mnt.path / path for path in found))
+    job("trainer_job.py", run, "resume")
+    assert sorted(p.name for p in run.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-12"]
+    same_on_archive(mnt)

@@ -1,0 +1,88 @@
+"""What a training program does with a mount, as a process of its own: torch_job.py save|load|dcp DIR.
+
+``save`` and ``load`` use the same seed, so ``load`` knows every value. Any difference is an AssertionError.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+RANKS = 2
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(20)
+    shapes = {"weights": (1000, 3001), "bias": (7,), "empty": (0, 3), "moments": (2, 500, 501)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    return {**tensors, "half": torch.randn(300_001).to(torch.bfloat16), "step": torch.tensor(17)}
+
+
+def equal(found: dict[str, torch.Tensor]) -> None:
+    expected = state()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def save(top: Path) -> None:
+    torch.save(state(), top / "model.pt")
+    torch.save(state(), top / "legacy.pt", _use_new_zipfile_serialization=False)
+    save_file(state(), top / "model.safetensors")
+    for _ in range(2):  # a checkpoint that is written over
+        torch.save({"model": state(), "epoch": 3}, top / "last.pt")
+
+
+def load(top: Path) -> None:
+    equal(torch.load(top / "model.pt", weights_only=True))
+    equal(torch.load(top / "model.pt", weights_only=True, mmap=True))
+    equal(torch.load(top / "legacy.pt", weights_only=True))
+    equal(torch.load(top / "last.pt", weights_only=True)["model"])
+    equal(load_file(top / "model.safetensors"))
+    with safe_open(top / "model.safetensors", framework="pt") as file:
+        equal({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+
+
+def rank_state(rank: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {f"rank{rank}.{name}": torch.randn(500, 701, generator=generator) for name in ("weights", "moments")}
+
+
+def rank_main(rank: int, top: str, saves: bool) -> None:
+    store = f"file://{top}.rendezvous-{'save' if saves else 'load'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    if saves:
+        dcp.save(rank_state(rank, 1), checkpoint_id=f"{top}/step-1")
+        pending = dcp.async_save(rank_state(rank, 2), checkpoint_id=f"{top}/step-2")
+        pending.result()
+    else:
+        for step in (1, 2):
+            found = {name: torch.zeros_like(tensor) for name, tensor in rank_state(rank, step).items()}
+            dcp.load(found, checkpoint_id=f"{top}/step-{step}")
+            for name, tensor in rank_state(rank, step).items():
+                assert torch.equal(found[name], tensor), (step, name)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ranks(top: Path, saves: bool) -> None:
+    top.mkdir(exist_ok=True)
+    mp.spawn(rank_main, args=(str(top), saves), nprocs=RANKS)
+
+
+if __name__ == "__main__":
+    what, where = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    {
+        "save": save,
+        "load": load,
+        "dcp-save": lambda top: ranks(top / "dcp", True),
+        "dcp-load": lambda top: ranks(top / "dcp", False),
+    }[what](where)

@@ -1,0 +1,412 @@
+"""The program's exit codes and messages, against a real control server with canned answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from tierfs.cli import main, mounting
+from tierfs.control.protocol import MountRecord, list_mounts, mount_table
+from tierfs.control.server import Handler, ProgressCallback, serve_control
+from tierfs.errors import MountError, NotDurableInTime, UsageError
+
+Json = dict[str, Any]
+DEAD = 2**22 + 1
+
+STATUS: Json = {
+    "mode": "userspace",
+    "mode_reason": "not root",
+    "keeper_pid": None,
+    "daemon_pid": 7,
+    "daemon_restarts": 0,
+    "paused": False,
+    "tiers": [
+        {"name": "memory", "kind": "memory", "capacity": 1 << 30, "used": 1 << 20, "clean": 0, "dirty": 1 << 20}
+        | {"open": 0, "state": "failing", "last_error": "[red]odd\x1b[0m"}
+    ],
+    "drain": {"queued_files": 3, "queued_bytes": 1536, "unsynced_bytes": 9, "oldest_age_s": 1.0, "rate_bytes_s": 0.0},
+    "held_deletes": {"files": 0, "bytes": 0},
+}
+
+
+class FakeDaemon:
+    """Answers on a mount's socket and remembers what it was asked."""
+
+    def __init__(self, record: MountRecord) -> None:
+        self.record = record
+        self.calls: list[tuple[str, Json]] = []
+        self.answers: dict[str, Json | Exception] = {
+            "status": {"mountpoint": record.mountpoint} | STATUS,
+            "info": {"path": "a.pt", "size": 5, "version": 2, "replicas": [], "durable": None},
+            "flush": {"files": 2, "bytes": 2048, "tier": "archive"},
+            "warmup": {"files": 2, "recalled": 1, "bytes": 10},
+            "evict": {"evicted": 1, "kept": 1, "bytes": 10},
+            "pause": {"paused": True},
+            "resume": {"paused": False},
+            "detach": {"detached": True},
+            "restart": {},
+        }
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=trio.run, args=(self._main,), daemon=True)
+
+    def _handler(self, op: str) -> Handler:
+        async def handle(args: Json, progress: ProgressCallback) -> Json:
+            self.calls.append((op, args))
+            answer = self.answers[op]
+            if op == "restart":
+                self.answers["status"] = STATUS | {"daemon_pid": 8}
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return handle
+
+    async def _main(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        async with trio.open_nursery() as nursery:
+            self._scope = nursery.cancel_scope
+            await nursery.start(serve_control, self.record.socket, {op: self._handler(op) for op in self.answers})
+            self._started.set()
+
+    def __enter__(self) -> FakeDaemon:
+        self._thread.start()
+        assert self._started.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._token.run_sync_soon(self._scope.cancel)
+        self._thread.join(10)
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERFS_RUNTIME_DIR", str(tmp_path / "run"))
+
+
+@pytest.fixture
+def mnt(tmp_path: Path) -> Path:
+    (tmp_path / "mnt").mkdir()
+    return tmp_path / "mnt"
+
+
+@pytest.fixture
+def daemon(mnt: Path, tmp_path: Path) -> Iterator[FakeDaemon]:
+    record = MountRecord(str(mnt), str(tmp_path / "c.yaml"), str(tmp_path / "s"), None, os.getpid(), "userspace")
+    record.write()
+    with FakeDaemon(record) as fake:
+        yield fake
+
+
+@pytest.fixture
+def config(tmp_path: Path, mnt: Path) -> Path:
+    for name in ("memory", "archive"):
+        (tmp_path / name).mkdir()
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        f"mount: {mnt}\nmode: userspace\nstate: {tmp_path}/state\ntiers:\n"
+        f"  memory: {{kind: memory, path: {tmp_path}/memory, size: 1MiB}}\n"
+        f"  archive: {{kind: dir, path: {tmp_path}/archive}}\n"
+    )
+    return path
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run(*arguments: object) -> int:
+    return main([str(a) for a in arguments])
+
+
+def test_status_lists_and_shows(daemon: FakeDaemon, mnt: Path, capsys: Capture) -> None:
+    assert run("status") == 0
+    out = capsys.readouterr().out
+    assert str(mnt) in out
+    assert "1.5KiB" in out
+    assert "failing: memory" in out
+    assert run("status", mnt) == 0
+    out = capsys.readouterr().out
+    assert "not root" in out
+    assert "[red]odd\\x1b[0m" in out
+    assert run("status", mnt, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == daemon.answers["status"]
+    assert run("status", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == [daemon.answers["status"]]
+
+
+def test_status_without_mounts(capsys: Capture) -> None:
+    assert run("status", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == []
+    assert run("status") == 0
+    assert capsys.readouterr().out == "no tierfs mounts\n"
+
+
+def test_paths_are_sent_relative(daemon: FakeDaemon, mnt: Path, capsys: Capture) -> None:
+    assert run("info", mnt / "a.pt") == 0
+    assert run("flush", mnt / "d", "--to", "nvme", "--timeout", "5m") == 0
+    assert run("flush", mnt, "--json") == 0
+    assert run("warmup", mnt / "a", mnt / "b") == 0
+    assert run("evict", mnt / "a", "--from", "memory") == 0
+    assert daemon.calls == [
+        ("info", {"path": "a.pt"}),
+        ("flush", {"path": "d", "to": "nvme", "timeout": 300.0}),
+        ("flush", {"path": ""}),
+        ("warmup", {"paths": ["a", "b"]}),
+        ("evict", {"paths": ["a"], "from": "memory"}),
+    ]
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "1 copies evicted (10B), 1 kept" in captured.out
+
+
+def test_flush_without_a_path_flushes_every_mount(daemon: FakeDaemon, mnt: Path, capsys: Capture) -> None:
+    assert run("flush", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == [daemon.answers["flush"]]
+    assert daemon.calls == [("flush", {"path": ""})]
+
+
+def test_flush_in_vain_exits_3_with_the_list(daemon: FakeDaemon, mnt: Path, capsys: Capture) -> None:
+    daemon.answers["flush"] = NotDurableInTime("not durable on archive after 1 s: a.pt, b.pt")
+    assert run("flush", mnt, "--timeout", "1s", "--json") == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "tierfs: not durable on archive after 1 s: a.pt, b.pt\n"
+
+
+def test_pause_resume_restart(daemon: FakeDaemon, mnt: Path, capsys: Capture) -> None:
+    assert run("pause", mnt) == run("resume", mnt) == run("restart", mnt) == 0
+    assert [op for op, _ in daemon.calls] == ["pause", "resume", "status", "restart", "status"]
+    assert "daemon 7 was replaced by 8" in capsys.readouterr().out
+
+
+def test_a_path_inside_is_no_mountpoint(daemon: FakeDaemon, mnt: Path, capsys: Capture) -> None:
+    (mnt / "d").mkdir()
+    for command in ("pause", "umount", "restart", "status"):
+        assert run(command, mnt / "d") == 2
+        assert f"lies in the mount {mnt}" in capsys.readouterr().err
+    assert daemon.calls == []
+
+
+@pytest.mark.parametrize("command", ["status", "info", "flush", "warmup", "evict", "pause", "umount"])
+def test_a_path_on_no_mount(command: str, tmp_path: Path, capsys: Capture) -> None:
+    assert run(command, tmp_path / "odd\nname") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("tierfs: ")
+    assert err.count("\n") == 1
+    assert "not on a tierfs mount" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["nothing"], ["flush", "--timeout", "5"], ["info"], ["warmup"], ["completion", "tcsh"], ["info", "-x"]],
+)
+def test_wrong_usage_exits_2(arguments: list[str], capsys: Capture) -> None:
+    assert run(*arguments) == 2
+    assert "Usage: tierfs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str, capsys: Capture) -> None:
+    assert run("completion", shell) == 0
+    assert "_TIERFS_COMPLETE" in capsys.readouterr().out
+
+
+def test_every_command_has_an_example(capsys: Capture) -> None:
+    from tierfs.cli.app import cli
+
+    for name in cli.commands:
+        assert run(name, "--help") == 0
+        assert f"tierfs {name}" in capsys.readouterr().out.split("Example", 1)[1]
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tierfs.cli.inspect.list_mounts", interrupt)
+    assert run("status") == 130
+
+
+# policies
+
+
+def test_check_and_explain(config: Path, mnt: Path, capsys: Capture) -> None:
+    assert run("check", config) == 0
+    assert "archive" in capsys.readouterr().out
+    assert run("check", config, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["mount"] == str(mnt)
+    for path in ("run/a.pt", mnt / "run/a.pt"):
+        assert run("explain", config, path, "--json") == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["path"], answer["ack"]) == ("run/a.pt", "memory")
+    assert run("explain", config, "a.pt") == 0
+    assert "rule 0" in capsys.readouterr().out
+    for path in ("/etc/passwd", "../x", "."):
+        assert run("explain", config, path) == 2
+
+
+def test_a_bad_policy_exits_2_with_its_line(config: Path, capsys: Capture) -> None:
+    config.write_text(config.read_text().replace("1MiB", "1M"))
+    for command in (["check", config], ["mount", config], ["explain", config, "a"], ["mount", "/nowhere.yaml"]):
+        assert run(*command) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("tierfs: /")
+        assert err.count("\n") == 1
+
+
+def test_fsck(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    problems = [{"severity": "error", "what": "digest", "path": "a"}]
+    fake = types.ModuleType("tierfs.fsck")
+    fake.check_all = lambda policy, progress: problems  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tierfs.fsck", fake)
+    assert run("fsck", config, "--json") == 1
+    assert json.loads(capsys.readouterr().out) == problems
+    assert run("fsck", config) == 1
+    assert "digest" in capsys.readouterr().out
+    problems.clear()
+    assert run("fsck", config) == 0
+
+
+# mount and umount
+
+
+def fake_run_mount(monkeypatch: pytest.MonkeyPatch, body: Any) -> None:
+    fake = types.ModuleType("tierfs.daemon")
+    fake.run_mount = body  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tierfs.daemon", fake)
+
+
+def test_mount_in_the_background(
+    config: Path, mnt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def body(policy: object, mountpoint: Path, config_path: Path, ready_fd: int) -> int:
+        os.write(1, f"fake daemon of {mountpoint} {config_path}, session {os.getsid(0) != session}".encode())
+        os.write(ready_fd, b"ok\n")
+        return 0
+
+    session = os.getsid(0)
+    fake_run_mount(monkeypatch, body)
+    assert run("mount", config) == 0
+    assert capsys.readouterr().err == ""
+    assert f"fake daemon of {mnt} {config}, session True" in (tmp_path / "state/tierfs.log").read_text()
+
+
+def test_mount_tells_the_daemons_error(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    def refuse(policy: object, mountpoint: Path, config_path: Path, ready_fd: int) -> int:
+        os.write(ready_fd, b'{"message": "no /dev/fuse", "exit_code": 1}\n')
+        return 1
+
+    def vanish(policy: object, mountpoint: Path, config_path: Path, ready_fd: int) -> int:
+        raise ZeroDivisionError
+
+    fake_run_mount(monkeypatch, refuse)
+    assert run("mount", config) == 1
+    assert capsys.readouterr().err == "tierfs: no /dev/fuse\n"
+    fake_run_mount(monkeypatch, vanish)
+    assert run("mount", config) == 1
+    assert "tierfs.log" in capsys.readouterr().err
+
+
+def test_mount_in_the_foreground_notifies_systemd(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.settimeout(5)
+        name = f"tierfs-test-{os.getpid()}"
+        systemd.bind("\0" + name)
+        monkeypatch.setenv("NOTIFY_SOCKET", "@" + name)
+
+        def body(policy: object, mountpoint: Path, config_path: Path, ready_fd: int) -> int:
+            os.write(ready_fd, b"ok\n")
+            os.close(ready_fd)
+            assert systemd.recv(100) == b"READY=1"
+            return 5
+
+        fake_run_mount(monkeypatch, body)
+        assert run("mount", "--foreground", config) == 5
+
+
+def test_mountpoint_checks(config: Path, mnt: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert run("mount", config, tmp_path / "none") == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert run("mount", config, config) == 2
+    assert "not a directory" in capsys.readouterr().err
+    (mnt / "file").write_text("")
+    assert run("mount", config) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_mounting_twice_is_refused(daemon: FakeDaemon, config: Path, capsys: Capture) -> None:
+    assert run("mount", config) == 2
+    assert "already mounted" in capsys.readouterr().err
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch, mnt: Path) -> list[str]:
+    """Unmounting is noted here and ends the processes, as far as the command can see."""
+    unmounted: list[str] = []
+    monkeypatch.setattr(mounting, "mount_table", lambda: {str(mnt): "fuse.tierfs"})
+    monkeypatch.setattr(mounting, "unmount", unmounted.append)
+    monkeypatch.setattr(mounting, "pid_alive", lambda pid: not unmounted)
+    return unmounted
+
+
+def test_umount_drains_first(daemon: FakeDaemon, mnt: Path, ended: list[str]) -> None:
+    assert run("umount", mnt, "--timeout", "1m") == 0
+    assert daemon.calls == [("flush", {"path": "", "timeout": 60.0}), ("detach", {"drain": True})]
+    assert ended == [str(mnt)]
+    assert list_mounts() == []
+
+
+def test_umount_by_config_without_draining(daemon: FakeDaemon, config: Path, mnt: Path, ended: list[str]) -> None:
+    assert run("umount", config, "--no-drain") == 0
+    assert daemon.calls == [("detach", {"drain": False})]
+    assert ended == [str(mnt)]
+
+
+def test_umount_that_cannot_drain_stays_mounted(
+    daemon: FakeDaemon, mnt: Path, ended: list[str], capsys: Capture
+) -> None:
+    daemon.answers["flush"] = NotDurableInTime("missing: a.pt")
+    assert run("umount", mnt, "--timeout", "1s") == 3
+    assert "stays mounted: missing: a.pt" in capsys.readouterr().err
+    daemon.answers["flush"] = UsageError("odd")
+    assert run("umount", mnt) == 2
+    assert ended == []
+
+
+def test_processes_using(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"], cwd=tmp_path) as process:
+        try:
+            assert f"sleep ({process.pid})" in mounting.processes_using(str(tmp_path))
+            assert mounting.processes_using(str(tmp_path) + "x") == []
+        finally:
+            process.kill()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="fusermount3 says it in other words")
+def test_unmount_of_what_is_not_mounted(mnt: Path, capsys: Capture) -> None:
+    assert str(mnt) not in mount_table()
+    with pytest.raises(MountError, match="cannot unmount"):
+        mounting.unmount(str(mnt))
+
+
+def test_python_m_tierfs(tmp_path: Path) -> None:
+    def program(*arguments: str) -> tuple[int, str, str]:
+        done = subprocess.run([sys.executable, "-m", "tierfs", *arguments], capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    assert program("--version")[:2] == (0, "tierfs, version 0.1.0\n")
+    assert program("info", str(tmp_path))[0] == 2
+    assert program("status", "--json") == (0, "[]\n", "")

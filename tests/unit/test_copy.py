@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import random
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from tierfs.durable import TemporaryFile, create_temporary
+from tierfs.errors import SourceChanged
+from tierfs.tiers import copy as copying
+from tierfs.tiers.copy import CHUNK, Destination, PipelinedCopy, copy_file, copy_range, digest_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+disks = importlib.import_module("conftest_disks")
+
+MIB = 1 << 20
+SIZES = [0, 1, 4095, 4096, MIB, MIB + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 4096, 5 * CHUNK + 12345]
+
+
+def reference(data: bytes) -> bytes:
+    chunks = [data[o : o + CHUNK] for o in range(0, len(data), CHUNK)]
+    return xxhash.xxh3_128_digest(b"".join(map(xxhash.xxh3_128_digest, chunks)))
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield Path(path)
+
+
+@pytest.fixture(scope="module", params=["tmpfs", "ext4", "xfs"])
+def disk(request: pytest.FixtureRequest, memory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    if request.param == "tmpfs":
+        yield memory
+    elif not disks.can_mount_loops(f"mkfs.{request.param}"):
+        pytest.skip("needs root and mkfs")
+    else:
+        size = {"ext4": 160 * MIB, "xfs": 320 * MIB}[request.param]
+        with disks.loop_disk(tmp_path_factory.mktemp("loop"), request.param, size) as mountpoint:
+            yield mountpoint
+
+
+def make(directory: Path, data: bytes) -> int:
+    fd = os.open(directory, os.O_RDWR | os.O_TMPFILE, 0o600)
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(data)
+    return fd
+
+
+class Files:
+    def __init__(self, directory: Path) -> None:
+        self.fd = os.open(directory, os.O_RDONLY)
+        self.temps: list[TemporaryFile] = []
+
+    def temp(self) -> TemporaryFile:
+        self.temps.append(create_temporary(self.fd))
+        return self.temps[-1]
+
+
+@pytest.fixture
+def files(disk: Path) -> Iterator[Files]:
+    made = Files(disk)
+    yield made
+    for temp in made.temps:
+        temp.discard()
+    os.close(made.fd)
+
+
+def content(temp: TemporaryFile) -> bytes:
+    return os.pread(temp.fd, 1 << 30, 0)
+
+
+@pytest.mark.parametrize("stable", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_copy_and_digest(memory: Path, files: Files, size: int, stable: bool) -> None:
+    data = random.Random(size).randbytes(size)
+    src, temp = make(memory, data), files.temp()
+    assert copy_file(src, temp, size, streams=3, stable=stable) == reference(data)
+    assert content(temp) == data
+    assert digest_file(src, size) == digest_file(temp.fd, size) == reference(data)
+    os.close(src)
+
+
+def test_copy_from_the_disk_and_only_a_part(memory: Path, files: Files) -> None:
+    data = random.Random(1).randbytes(3 * CHUNK)
+    temp = files.temp()
+    os.write(temp.fd, data)
+    back = files.temp()
+    assert copy_file(temp.fd, back, 2 * CHUNK + 5, stable=True) == reference(data[: 2 * CHUNK + 5])
+    assert content(back) == data[: 2 * CHUNK + 5]
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_sparse_source(memory: Path, files: Files, stable: bool) -> None:
+    src, temp = make(memory, b""), files.temp()
+    size = 6 * CHUNK + 100
+    os.pwrite(src, b"x" * 5000, 3 * CHUNK + 77)
+    os.ftruncate(src, size)
+    blocks = os.fstat(src).st_blocks
+    data = os.pread(src, size, 0)
+    assert copy_file(src, temp, size, stable=stable) == reference(data)
+    assert content(temp) == data
+    assert os.fstat(src).st_blocks == blocks, "reading a hole must not fill it"
+    os.close(src)
+
+
+@pytest.mark.parametrize("stable", [True, False])
+@pytest.mark.parametrize("size", [100, 3 * CHUNK])
+def test_source_too_short(memory: Path, files: Files, size: int, stable: bool) -> None:
+    src = make(memory, b"x" * (size - 1))
+    with pytest.raises(SourceChanged):
+        copy_file(src, files.temp(), size, stable=stable)
+    with pytest.raises(SourceChanged):
+        digest_file(src, size)
+    os.close(src)
+
+
+def test_source_truncated_again_and_again_while_copied(memory: Path, files: Files) -> None:
+    size = 8 * CHUNK
+    data = b"\xab" * size
+    src = make(memory, data)
+    stop = threading.Event()
+
+    def shake() -> None:
+        while not stop.is_set():
+            os.ftruncate(src, 100)
+            os.ftruncate(src, size)
+
+    thread = threading.Thread(target=shake)
+    thread.start()
+    try:
+        for _ in range(10):
+            temp = files.temp()
+            try:
+                digest = copy_file(src, temp, size)
+                assert digest == digest_file(temp.fd, size)
+            except SourceChanged:
+                pass
+            finally:
+                temp.discard()
+    finally:
+        stop.set()
+        thread.join()
+        os.close(src)
+
+
+def test_cancelled_and_throttled(memory: Path, files: Files) -> None:
+    size = 10 * CHUNK + 1
+    src = make(memory, b"x" * size)
+    seen: list[int] = []
+    with pytest.raises(SourceChanged):
+        copy_file(src, files.temp(), size, throttle=seen.append, cancelled=lambda: len(seen) >= 3)
+    assert 3 <= len(seen) <= 6
+    seen.clear()
+    copy_file(src, files.temp(), size, throttle=seen.append, cancelled=lambda: False)
+    assert sorted(seen) == [1] + [CHUNK] * 10
+    with pytest.raises(SourceChanged):
+        copy_file(src, files.temp(), 10, cancelled=lambda: True)
+    os.close(src)
+
+
+def test_falls_back_when_direct_is_refused(monkeypatch: pytest.MonkeyPatch, memory: Path, files: Files) -> None:
+    data = random.Random(2).randbytes(3 * CHUNK + 9)
+    src, pwrite = make(memory, data), os.pwrite
+    temp = files.temp()
+
+    def refuse(fd: int, view: memoryview, offset: int) -> int:
+        if fd != temp.fd:
+            raise OSError(errno.EINVAL, "direct")
+        return pwrite(fd, view[:100_000], offset)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    assert copy_file(src, temp, len(data)) == reference(data)
+    monkeypatch.undo()
+    assert content(temp) == data
+    os.close(src)
+
+
+def test_short_direct_writes(monkeypatch: pytest.MonkeyPatch, memory: Path, files: Files) -> None:
+    data = random.Random(3).randbytes(2 * CHUNK + 4097)
+    src, pwrite = make(memory, data), os.pwrite
+    temp = files.temp()
+    monkeypatch.setattr(os, "pwrite", lambda fd, view, offset: pwrite(fd, view[: 64 * 4096], offset))
+    assert copy_file(src, temp, len(data)) == reference(data)
+    monkeypatch.undo()
+    assert content(temp) == data
+    os.close(src)
+
+
+def test_copy_range(memory: Path, files: Files) -> None:
+    data = random.Random(4).randbytes(2 * CHUNK)
+    src, temp = make(memory, data), files.temp()
+    with Destination(temp.fd) as dst:
+        dst.prefer_direct()
+        assert copy_range(src, dst, CHUNK, CHUNK) == xxhash.xxh3_128_digest(data[CHUNK:])
+    assert content(temp) == bytes(CHUNK) + data[CHUNK:]
+    os.close(src)
+
+
+def test_a_full_disk(memory: Path, disk: Path, files: Files) -> None:
+    if disk == memory:
+        pytest.skip("that would fill the machine's memory")
+    fs = os.statvfs(disk)
+    room = fs.f_bavail * fs.f_frsize
+    src = os.open(memory, os.O_RDWR | os.O_TMPFILE, 0o600)
+    os.ftruncate(src, room + 64 * MIB)
+    seen: list[int] = []
+    with pytest.raises(OSError, match="No space") as caught:
+        copy_file(src, files.temp(), room + 64 * MIB, throttle=seen.append)
+    assert caught.value.errno == errno.ENOSPC
+    assert not seen, "the refusal comes before any byte is copied"
+    files.temps.pop().discard()
+    filler = files.temp()
+    with pytest.raises(OSError, match="No space"):
+        disks.fill(filler.fd)
+    with pytest.raises(OSError, match="No space") as caught:
+        copy_file(src, files.temp(), 3 * CHUNK)
+    assert caught.value.errno == errno.ENOSPC
+    os.close(src)
+
+
+def test_pipelined(memory: Path, files: Files) -> None:
+    data = random.Random(5).randbytes(7 * CHUNK + 321)
+    src, temp = make(memory, data[: 3 * CHUNK + 5]), files.temp()
+    pipeline = PipelinedCopy(src, temp)
+    assert pipeline.advance(10) == 0
+    assert pipeline.advance(3 * CHUNK + 5) == 3 * CHUNK
+    assert pipeline.advance(3 * CHUNK + 5) == 0
+    os.pwrite(src, data[3 * CHUNK + 5 :], 3 * CHUNK + 5)
+    assert pipeline.advance(9 * CHUNK) == 4 * CHUNK, "a size beyond the end is no error"
+    assert pipeline.finish(len(data)) == reference(data)
+    assert pipeline.recopied == 0
+    assert content(temp) == data
+    os.close(src)
+
+
+def test_pipelined_source_changed_and_shrank(memory: Path, files: Files) -> None:
+    src, temp = make(memory, random.Random(6).randbytes(6 * CHUNK)), files.temp()
+    seen: list[int] = []
+    pipeline = PipelinedCopy(src, temp, throttle=seen.append)
+    pipeline.advance(6 * CHUNK)
+    seen.clear()
+    os.pwrite(src, b"changed", CHUNK + 10)
+    os.ftruncate(src, 3 * CHUNK + 50)
+    data = os.pread(src, 1 << 30, 0)
+    assert pipeline.finish(len(data)) == reference(data)
+    assert sorted(seen) == [50, CHUNK]
+    assert content(temp) == data
+    os.close(src)
+
+
+def test_pipelined_early_ftruncate(memory: Path, files: Files) -> None:
+    """safetensors sets the full size before it writes anything."""
+    data = random.Random(7).randbytes(4 * CHUNK + 1)
+    src, temp = make(memory, b""), files.temp()
+    os.ftruncate(src, len(data))
+    pipeline = PipelinedCopy(src, temp)
+    pipeline.advance(len(data))
+    os.pwrite(src, data, 0)
+    assert pipeline.finish(len(data)) == reference(data)
+    assert pipeline.recopied == 4 * CHUNK
+    assert content(temp) == data
+    os.close(src)
+
+
+def test_pipelined_empty_and_cancelled(memory: Path, files: Files) -> None:
+    src = make(memory, b"x" * CHUNK)
+    assert PipelinedCopy(src, files.temp()).finish(0) == reference(b"")
+    pipeline = PipelinedCopy(src, files.temp(), cancelled=lambda: True)
+    with pytest.raises(SourceChanged):
+        pipeline.advance(CHUNK)
+    pipeline.close()
+    os.close(src)
+
+
+def test_only_stable_tmpfs_files_without_holes_are_mapped(memory: Path, tmp_path: Path) -> None:
+    full = make(memory, b"x" * 10_000)
+    assert copying._map(full, 10_000) is not None
+    assert copying._map(full, 10_001) is None
+    os.ftruncate(full, 100_000)
+    assert copying._map(full, 100_000) is None
+    os.close(full)
+    if os.statvfs(tmp_path).f_fsid != os.statvfs(memory).f_fsid:
+        on_disk = make(tmp_path, b"x" * 10_000)
+        assert copying._map(on_disk, 10_000) is None
+        os.close(on_disk)
