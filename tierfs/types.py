@@ -50,6 +50,8 @@ class Attributes:
     ctime_ns: int
     version: int
     """Current version of a regular file's content; 0 for every other kind of inode."""
+    blocks: int = 0
+    """512-byte blocks the content occupied at its last close; fewer than the size says for a sparse file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,11 @@ def loopback(session: KeeperSession, root: str, events_path: str) -> int:
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(until_stopped)
-            await pyfuse3.main()
+            try:
+                await pyfuse3.main()
+            except* OSError as group:  # libfuse's word for the end of the channel
+                if any(getattr(error, "errno", None) != errno.EIO for error in group.exceptions):
+                    raise
             nursery.cancel_scope.cancel()
 
     async def until_stopped() -> None:
@@ -422,15 +426,6 @@ def test_terminate_ends_everything(mnt: Mounted) -> None:
     assert mnt.process.wait(10) == 0
     assert mnt.events("end") == [[str(daemon)]]
     assert mount_number(mnt.path) is None
-
-
-def test_ids_of_unanswered_opens_are_freed(mnt: Mounted) -> None:
-    device = int(mnt.connection)
-    assert device
-    with (mnt.path / "kept").open("wb") as kept:
-        mnt.kill()
-        kept.write(b"still here")
-    assert (mnt.root / "kept").read_bytes() == b"still here"
 
 
 if __name__ == "__main__":

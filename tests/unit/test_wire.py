@@ -46,7 +46,7 @@ def test_stamp_changes_the_pid_only(unique: int, stamp: int) -> None:
 
 
 def test_resend_notification() -> None:
-    assert wire.NOTIFY_RESEND == bytes.fromhex("10000000 07000000 0000000000000000")
+    assert bytes.fromhex("10000000 07000000 0000000000000000") == wire.NOTIFY_RESEND
 
 
 def init_request(flags: int, flags2: int) -> bytearray:

@@ -22,7 +22,7 @@ from tierfs.types import ROOT_INO, Attributes, Ino, OpKind, Replica, ReplicaStat
 
 REQUEST_RING = 4096
 CHECKPOINT_BYTES = 8 << 20
-_ATTRIBUTES = "ino, mode, uid, gid, nlink, rdev, size, atime_ns, mtime_ns, ctime_ns, version"
+_ATTRIBUTES = "ino, mode, uid, gid, nlink, rdev, size, atime_ns, mtime_ns, ctime_ns, version, blocks"
 _QUALIFIED = ", ".join(f"i.{column}" for column in _ATTRIBUTES.split(", "))
 _REPLICA = "ino, version, tier, state, key, size, digest"
 
@@ -89,7 +89,9 @@ class Catalog:
         now = time.time_ns()
         self._db.executescript(f"BEGIN; {SCHEMA}")
         self._db.execute("INSERT INTO meta VALUES ('format', ?), ('uuid', ?)", (str(FORMAT), str(uuid.uuid4())))
-        self._db.execute("INSERT INTO inodes VALUES (1, ?, 0, 0, 2, 0, 0, ?, ?, ?, 0, NULL)", (0o40755, now, now, now))
+        self._db.execute(
+            "INSERT INTO inodes VALUES (1, ?, 0, 0, 2, 0, 0, ?, ?, ?, 0, 0, NULL)", (0o40755, now, now, now)
+        )
         self._db.execute("COMMIT")
 
     def close(self) -> None:
@@ -253,7 +255,7 @@ class Catalog:
         version = 1 if mode & 0o170000 == 0o100000 else 0
         size = len(target) if target is not None else 0
         cursor = self._run(
-            "INSERT INTO inodes VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO inodes VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, ?)",
             (mode, uid, gid, nlink, rdev, size, now, now, now, version, target),
         )
         assert cursor.lastrowid is not None
@@ -281,8 +283,18 @@ class Catalog:
     def set_attributes(self, new: Attributes) -> None:
         """Write mode, owner, size and times of ``new`` (links and version have their own methods)."""
         self._run(
-            "UPDATE inodes SET mode=?, uid=?, gid=?, size=?, atime_ns=?, mtime_ns=?, ctime_ns=? WHERE ino=?",
-            (new.mode, new.uid, new.gid, new.size, new.atime_ns, new.mtime_ns, new.ctime_ns, new.ino),
+            "UPDATE inodes SET mode=?, uid=?, gid=?, size=?, atime_ns=?, mtime_ns=?, ctime_ns=?, blocks=? WHERE ino=?",
+            (
+                new.mode,
+                new.uid,
+                new.gid,
+                new.size,
+                new.atime_ns,
+                new.mtime_ns,
+                new.ctime_ns,
+                new.blocks,
+                new.ino,
+            ),
         )
 
     def orphans(self) -> list[int]:

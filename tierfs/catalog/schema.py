@@ -22,6 +22,7 @@ CREATE TABLE inodes (
     mtime_ns INTEGER NOT NULL,          -- at the last close; stale while open for writing
     ctime_ns INTEGER NOT NULL,
     version  INTEGER NOT NULL,          -- current version; 0 unless a regular file
+    blocks   INTEGER NOT NULL,          -- 512-byte blocks at the last close
     target   BLOB                       -- symlinks only
 );
 CREATE INDEX inodes_orphans ON inodes(ino) WHERE nlink = 0;

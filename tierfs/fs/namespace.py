@@ -47,6 +47,7 @@ class Namespace:
         return replace(
             attributes,
             size=status.st_size,
+            blocks=status.st_blocks,
             mtime_ns=status.st_mtime_ns,
             ctime_ns=max(attributes.ctime_ns, status.st_mtime_ns),
         )

@@ -320,6 +320,7 @@ class OpenFiles:
                 replace(
                     attributes,
                     size=status.st_size,
+                    blocks=status.st_blocks,
                     mtime_ns=status.st_mtime_ns,
                     ctime_ns=max(attributes.ctime_ns, status.st_mtime_ns),
                 )

@@ -305,7 +305,7 @@ def _entry(attributes: Attributes) -> pyfuse3.EntryAttributes:
     entry.st_gid = attributes.gid
     entry.st_rdev = attributes.rdev
     entry.st_size = attributes.size
-    entry.st_blocks = (attributes.size + 511) >> 9
+    entry.st_blocks = attributes.blocks
     entry.st_blksize = 1 << 20
     entry.st_atime_ns = attributes.atime_ns
     entry.st_mtime_ns = attributes.mtime_ns

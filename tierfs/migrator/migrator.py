@@ -200,13 +200,14 @@ class Migrator:
         except DigestMismatch as error:
             log.info("%s; copying again", error)
         except TierError as error:
-            self._failed(transfer.tier, error)
+            if self._source(transfer.ino, transfer.version) is not None:
+                self._failed(transfer.tier, error)
         finally:
             del self.running[transfer.ino, transfer.version, transfer.tier]
             self._advanced()
 
-    def _source(self, ino: int, version: int, target: str) -> Replica | None:
-        """The fastest local replica of the version that can feed ``target``."""
+    def _source(self, ino: int, version: int) -> Replica | None:
+        """The fastest local replica of a closed version; None when it is gone or superseded."""
         found = {r.tier: r for r in self.catalog.replicas(ino) if r.version == version}
         for tier in self.stores:
             if tier in found and found[tier].state is not ReplicaState.OPEN:
@@ -214,7 +215,7 @@ class Migrator:
         return None
 
     async def _copy_down(self, transfer: Transfer) -> None:
-        source = self._source(transfer.ino, transfer.version, transfer.tier)
+        source = self._source(transfer.ino, transfer.version)
         if source is None:
             return
         if source.tier == transfer.tier:
@@ -401,7 +402,7 @@ class Migrator:
             self.hurry -= 1
 
     async def flush(
-        self, top: Ino, tier: str, timeout: float, progress: Callable[[int, int], object] | None = None
+        self, top: Ino, tier: str, seconds: float, progress: Callable[[int, int], object] | None = None
     ) -> tuple[int, int]:
         """Everything at or below ``top`` durable at ``tier``: (files, bytes). NotDurableInTime lists the rest."""
         wanted = {a.ino: a for a in self.catalog.subtree(top)}
@@ -416,7 +417,7 @@ class Migrator:
         self.hurry += 1
         self._kick.set()
         try:
-            with trio.move_on_after(timeout) as scope:
+            with trio.move_on_after(seconds) as scope:
                 while True:
                     missing = {i: a for i, a in missing.items() if not self._flushed(a, tier)}
                     behind = (
@@ -433,7 +434,7 @@ class Migrator:
                 paths = [b"/".join(self.catalog.path_of(i) or ()).decode(errors="replace") for i in list(missing)[:100]]
                 why = "; ".join(f"{name}: {text.error}" for name, text in self.outages.items())
                 raise NotDurableInTime(
-                    f"not durable on {tier} after {timeout:g} s: {', '.join(paths) or 'renames or deletes'}"
+                    f"not durable on {tier} after {seconds:g} s: {', '.join(paths) or 'renames or deletes'}"
                     + (f" ({why})" if why else " (drains are paused)" if self.paused else "")
                 )
         finally:
