@@ -122,6 +122,9 @@ class Daemon:
         finally:
             pyfuse3.close(unmount=self.session is None)
         complete = operations.everything_durable()
+        if complete:
+            for mount in self.tiers.mounts:
+                self.catalog.drop_tier(mount.name)
         self.catalog.close()
         if complete:
             for mount in self.tiers.mounts:

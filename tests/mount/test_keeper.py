@@ -134,8 +134,10 @@ def loopback(session: KeeperSession, root: str, events_path: str) -> int:
             return self.attributes(path)
 
         async def rmdir(self, parent, name, ctx):  # type: ignore[no-untyped-def]
+            path = self.child(parent, name)
             try:
-                os.rmdir(self.child(parent, name))
+                # Kept aside, lest its inode number names another directory while the kernel awaits this reply.
+                os.rename(path, f"{root}.removed/{os.lstat(path).st_ino}")
             except FileNotFoundError:
                 if not ctx.pid & RESENT:
                     raise pyfuse3.FUSEError(errno.ENOENT) from None
@@ -241,6 +243,7 @@ def mnt(tmp_path: Path) -> Iterator[Mounted]:
     path, root = tmp_path / "mnt", tmp_path / "root"
     path.mkdir()
     root.mkdir()
+    (tmp_path / "root.removed").mkdir()
     log_path, events_path = tmp_path / "log", tmp_path / "events"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -312,6 +315,7 @@ def test_open_handles_survive(mnt: Mounted) -> None:
     assert os.fstat(file).st_size == 3
     os.close(file)
     os.close(directory)
+    time.sleep(0.2)  # RELEASE comes after close() has returned
     mnt.kill()
     wait_for(lambda: mnt.events("start")[-1][1] == "3")
     assert mnt.events("start")[-1][2:] == ["0", "[]"]

@@ -371,6 +371,10 @@ class Catalog:
             "DELETE FROM replicas WHERE ino=? AND version=? AND tier=?", (replica.ino, replica.version, replica.tier)
         )
 
+    def drop_tier(self, tier: str) -> None:
+        """Everything on ``tier`` is about to go, and is durable elsewhere."""
+        self._run("DELETE FROM replicas WHERE tier=?", (tier,))
+
     def begin_version(self, ino: int, version: int) -> None:
         """``version`` becomes the current one; copies of older ones that were queued are moot."""
         self._run("UPDATE inodes SET version=? WHERE ino=?", (version, ino))
