@@ -21,7 +21,7 @@ from tierfs.errors import CatalogError
 from tierfs.types import ROOT_INO, Attributes, Ino, OpKind, Replica, ReplicaState
 
 REQUEST_RING = 4096
-CHECKPOINT_BYTES = 8 << 20
+CHECKPOINT_BYTES = 64 << 20
 _ATTRIBUTES = "ino, mode, uid, gid, nlink, rdev, size, atime_ns, mtime_ns, ctime_ns, version, blocks"
 _QUALIFIED = ", ".join(f"i.{column}" for column in _ATTRIBUTES.split(", "))
 _REPLICA = "ino, version, tier, state, key, size, digest"
@@ -71,6 +71,7 @@ class Catalog:
         try:
             self._db = sqlite3.connect(path, isolation_level=None, cached_statements=512, check_same_thread=False)
             run = self._db.execute
+            run("PRAGMA locking_mode=EXCLUSIVE")
             run("PRAGMA journal_mode=WAL")
             run("PRAGMA synchronous=OFF")
             run("PRAGMA wal_autocheckpoint=0")
@@ -104,23 +105,23 @@ class Catalog:
     def sync(self) -> None:
         """Everything committed before the call is on stable storage when this returns.
 
-        Blocks on the disk; the one method that may be called from another thread. A WAL that grew large is
-        folded into the database by a connection of its own.
+        Blocks on the disk; the one method that may be called from another thread.
         """
-        wal = Path(f"{self.path}-wal")
         try:
-            fd = os.open(wal, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return
         try:
             os.fsync(fd)
-            large = os.fstat(fd).st_size > CHECKPOINT_BYTES
         finally:
             os.close(fd)
-        if large:
-            with contextlib.closing(sqlite3.connect(self.path, isolation_level=None, timeout=0)) as other:
-                other.execute("PRAGMA synchronous=FULL")
-                other.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+
+    def checkpoint(self) -> None:
+        """Fold a WAL that grew large into the database; call it right after `sync`, from the event loop."""
+        if os.stat(f"{self.path}-wal").st_size > CHECKPOINT_BYTES:
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            self._db.execute("PRAGMA synchronous=OFF")
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

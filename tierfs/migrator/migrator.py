@@ -23,7 +23,7 @@ from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive, Ready
 from tierfs.migrator.throttle import Throttle
 from tierfs.migrator.transfer import Transfer, copy_to_store, recall_file, remove_files
-from tierfs.plan.drain import Pending, plan_drain
+from tierfs.plan.drain import SMALL, Pending, plan_drain
 from tierfs.plan.evict import Candidate, plan_evict
 from tierfs.policy.model import Keep, Policy, TierConfig
 from tierfs.tiers.base import ReplicaStore
@@ -128,6 +128,7 @@ class Migrator:
         while True:
             await trio.sleep(SYNC_SECONDS)
             await self.sync()
+            self.catalog.checkpoint()
 
     async def sync(self) -> None:
         """What the catalog says now is on stable storage: called before anything is claimed to be durable."""
@@ -185,7 +186,8 @@ class Migrator:
         if slots <= 0:
             return 5.0
         now = time.time_ns()
-        plan = plan_drain(self._queue(), self.running.keys(), slots, now, hurry=self.hurry > 0)
+        small = sum(transfer.size < SMALL for transfer in self.running.values())
+        plan = plan_drain(self._queue(), self.running.keys(), slots, small, now, hurry=self.hurry > 0)
         for pending in plan.start:
             transfer = Transfer(pending.ino, pending.version, pending.tier, pending.size)
             self.running[pending.ino, pending.version, pending.tier] = transfer

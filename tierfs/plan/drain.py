@@ -8,7 +8,7 @@ from dataclasses import dataclass
 SMALL = 1 << 20
 """Files below this many bytes wait `SETTLE_NS` after their close: most are replaced or deleted at once."""
 
-SETTLE_NS = 300_000_000
+SETTLE_NS = 1_500_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,21 @@ class DrainPlan:
     """When a settling file becomes due; None when nothing waits for time alone."""
 
 
+SMALL_AT_ONCE = 1
+"""Small files copied at the same time while nobody waits: each costs Python time that requests need."""
+
+
 def plan_drain(
-    queue: Sequence[Pending], running: Collection[tuple[int, int, str]], slots: int, now_ns: int, *, hurry: bool
+    queue: Sequence[Pending],
+    running: Collection[tuple[int, int, str]],
+    slots: int,
+    small_running: int,
+    now_ns: int,
+    *,
+    hurry: bool,
 ) -> DrainPlan:
-    """Fill ``slots`` in the queue's order (order of close). ``hurry`` (a flush waits) ignores settling."""
+    """Fill ``slots`` in the queue's order (order of close). ``hurry`` (a flush waits) ignores settling and the
+    limit on small files."""
     start: list[Pending] = []
     wake: int | None = None
     for pending in queue:
@@ -44,5 +55,9 @@ def plan_drain(
             continue
         if len(start) >= slots:
             break
+        if pending.size < SMALL and not hurry:
+            if small_running >= SMALL_AT_ONCE:
+                continue
+            small_running += 1
         start.append(pending)
     return DrainPlan(tuple(start), wake)
