@@ -305,10 +305,6 @@ class Catalog:
         self._db.executemany("DELETE FROM xattrs WHERE ino=?", [(ino,) for ino in inos])
         self._db.executemany("DELETE FROM inodes WHERE ino=? AND nlink=0", [(ino,) for ino in inos])
 
-    def count_inodes(self) -> int:
-        row = self._run("SELECT COUNT(*) FROM inodes").fetchone()
-        return int(row[0])
-
     # xattrs
 
     def xattr(self, ino: int, name: bytes) -> bytes | None:
