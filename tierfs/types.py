@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 Ino = NewType("Ino", int)
 """Inode number on the mount; 1 is the root. Never reused within a catalog."""
@@ -34,8 +34,7 @@ class OpKind(enum.IntEnum):
     ATTRIBUTES = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Attributes:
+class Attributes(NamedTuple):
     """What ``stat`` reports for one inode. Times in nanoseconds since the epoch, size in bytes."""
 
     ino: Ino
@@ -54,8 +53,7 @@ class Attributes:
     """512-byte blocks the content occupied at its last close; fewer than the size says for a sparse file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
+class Replica(NamedTuple):
     """One version's bytes on one tier. ``key`` names the file within the tier."""
 
     ino: Ino

@@ -1,34 +1,28 @@
 """Typed access to the catalog. Every method is synchronous and stands between two awaits of the
-daemon's event loop, so each is atomic there; `transaction` groups several into one commit.
-
-Commits do not fsync: the catalog's WAL lives in the page cache until `sync`, which is called
-where durability is promised. A crash of the daemon loses nothing, a power cut loses the tail.
+daemon's event loop, so each is atomic there; changes belong into a `transaction`, which joins several.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import errno
 import sqlite3
-import time
-import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from tierfs.catalog.schema import FORMAT, SCHEMA
-from tierfs.errors import CatalogError
+from tierfs.catalog.database import Database
+from tierfs.errors import FsError
 from tierfs.types import ROOT_INO, Attributes, Ino, OpKind, Replica, ReplicaState
 
-REQUEST_RING = 4096
-CHECKPOINT_BYTES = 64 << 20
+PATHS = 1024
+"""Paths of directories kept in memory."""
+
 _ATTRIBUTES = "ino, mode, uid, gid, nlink, rdev, size, atime_ns, mtime_ns, ctime_ns, version, blocks"
 _QUALIFIED = ", ".join(f"i.{column}" for column in _ATTRIBUTES.split(", "))
 _REPLICA = "ino, version, tier, state, key, size, digest"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One directory entry with what it names; ``cookie`` resumes a listing after it."""
 
     cookie: int
@@ -36,8 +30,7 @@ class Entry:
     attributes: Attributes
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """One row of the oplog; the schema says what each field means for each kind."""
 
     seq: int
@@ -50,8 +43,7 @@ class Operation:
     at_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedName:
+class PublishedName(NamedTuple):
     parent: Ino
     name: bytes
     ino: Ino
@@ -62,77 +54,13 @@ def _replica(row: tuple[int, int, str, int, str, int, bytes | None]) -> Replica:
     return Replica(Ino(row[0]), row[1], row[2], ReplicaState(row[3]), row[4], row[5], row[6])
 
 
-class Catalog:
-    """One open catalog. Not thread-safe: used from the event loop only."""
+class Catalog(Database):
+    """The queries, by what they are about. Reads see every transaction that has ended."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the catalog at ``path``; CatalogError when it is damaged or foreign."""
-        self.path = path
-        try:
-            self._db = sqlite3.connect(path, isolation_level=None, cached_statements=512, check_same_thread=False)
-            run = self._db.execute
-            run("PRAGMA locking_mode=EXCLUSIVE")
-            run("PRAGMA journal_mode=WAL")
-            run("PRAGMA synchronous=OFF")
-            run("PRAGMA wal_autocheckpoint=0")
-            run("PRAGMA cache_size=-32768")
-            run("PRAGMA temp_store=MEMORY")
-            if not run("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
-                self._create()
-            (found,) = run("SELECT value FROM meta WHERE key='format'").fetchone()
-        except sqlite3.DatabaseError as error:
-            raise CatalogError(f"catalog {path}: {error}") from error
-        if int(found) != FORMAT:
-            raise CatalogError(f"catalog {path} has format {found}, this tierfs reads format {FORMAT}")
-        self._run = self._db.execute
-
-    def _create(self) -> None:
-        now = time.time_ns()
-        self._db.executescript(f"BEGIN; {SCHEMA}")
-        self._db.execute("INSERT INTO meta VALUES ('format', ?), ('uuid', ?)", (str(FORMAT), str(uuid.uuid4())))
-        self._db.execute(
-            "INSERT INTO inodes VALUES (1, ?, 0, 0, 2, 0, 0, ?, ?, ?, 0, 0, NULL)", (0o40755, now, now, now)
-        )
-        self._db.execute("COMMIT")
-
-    def close(self) -> None:
-        """Fold the WAL into the database file, on stable storage, and close."""
-        self.sync()
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        self._db.close()
-
-    def sync(self) -> None:
-        """Everything committed before the call is on stable storage when this returns.
-
-        Blocks on the disk; the one method that may be called from another thread.
-        """
-        try:
-            fd = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    def checkpoint(self) -> None:
-        """Fold a WAL that grew large into the database; call it right after `sync`, from the event loop."""
-        if os.stat(f"{self.path}-wal").st_size > CHECKPOINT_BYTES:
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-            self._db.execute("PRAGMA synchronous=OFF")
-
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All changes inside are committed together, or none of them when the block raises."""
-        self._run("BEGIN")
-        try:
-            yield
-        except BaseException:
-            self._run("ROLLBACK")
-            raise
-        self._run("COMMIT")
+        """CatalogError when the catalog is damaged, foreign or cannot be written."""
+        super().__init__(path)
+        self._paths: dict[int, tuple[bytes, ...]] = {}
 
     def check(self) -> list[str]:
         """SQLite's own integrity check; an empty list when it finds nothing."""
@@ -169,40 +97,24 @@ class Catalog:
     def all_published(self) -> list[PublishedName]:
         return [PublishedName(*row) for row in self._run("SELECT parent, name, ino, occupant FROM published")]
 
-    # requests: exactly-once for what the kernel sends again after a restart
-
-    def record_request(self, request: int, ino: int = 0) -> None:
-        self._run("INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", (request % REQUEST_RING, request, ino))
-
-    def answered(self, request: int) -> int | None:
-        """The inode that an already committed request made (0: none), None when it never committed."""
-        row = self._run(
-            "SELECT ino FROM requests WHERE slot=? AND request=?", (request % REQUEST_RING, request)
-        ).fetchone()
-        return row[0] if row else None
-
-    def forget_requests(self) -> None:
-        """A new kernel connection numbers its requests from the start."""
-        self._run("DELETE FROM requests")
-
     # inodes and names
 
     def attributes(self, ino: int) -> Attributes | None:
         row = self._run(f"SELECT {_ATTRIBUTES} FROM inodes WHERE ino=?", (ino,)).fetchone()
-        return Attributes(*row) if row else None
+        return Attributes._make(row) if row else None
 
     def lookup(self, parent: int, name: bytes) -> Attributes | None:
         row = self._run(
             f"SELECT {_QUALIFIED} FROM dentries d JOIN inodes i ON i.ino=d.ino WHERE d.parent=? AND d.name=?",
             (parent, name),
         ).fetchone()
-        return Attributes(*row) if row else None
+        return Attributes._make(row) if row else None
 
     def entries(self, parent: int, after: int, limit: int) -> list[Entry]:
         """Up to ``limit`` entries whose cookie is above ``after``, in the order they were made."""
         rows = self._run(
-            f"SELECT d.id, d.name, {_QUALIFIED} FROM dentries d JOIN inodes i ON i.ino=d.ino"
-            " WHERE d.parent=? AND d.id>? ORDER BY d.id LIMIT ?",
+            f"SELECT d.cookie, d.name, {_QUALIFIED} FROM dentries d JOIN inodes i ON i.ino=d.ino"
+            " WHERE d.parent=? AND d.cookie>? ORDER BY d.cookie LIMIT ?",
             (parent, after, limit),
         )
         return [Entry(row[0], row[1], Attributes(*row[2:])) for row in rows]
@@ -224,6 +136,21 @@ class Catalog:
             ino, name = row
             names.append(name)
         return tuple(reversed(names))
+
+    def directory_path(self, ino: int) -> tuple[bytes, ...] | None:
+        """As `path_of`, of a directory and remembered until `forget_paths`."""
+        path = self._paths.get(ino)
+        if path is None:
+            path = self.path_of(ino)
+            if path is not None:
+                if len(self._paths) >= PATHS:
+                    self._paths.clear()
+                self._paths[ino] = path
+        return path
+
+    def forget_paths(self) -> None:
+        """A directory was moved."""
+        self._paths.clear()
 
     def resolve(self, path: tuple[bytes, ...]) -> Attributes | None:
         """The inode at ``path``, symlinks not followed."""
@@ -255,35 +182,39 @@ class Catalog:
     ) -> Attributes:
         version = 1 if mode & 0o170000 == 0o100000 else 0
         size = len(target) if target is not None else 0
-        cursor = self._run(
-            "INSERT INTO inodes VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, ?)",
-            (mode, uid, gid, nlink, rdev, size, now, now, now, version, target),
+        ino = self.new_ino()
+        self._write(
+            "INSERT INTO inodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, ?)",
+            (ino, mode, uid, gid, nlink, rdev, size, now, now, now, version, target),
         )
-        assert cursor.lastrowid is not None
-        return Attributes(Ino(cursor.lastrowid), mode, uid, gid, nlink, rdev, size, now, now, now, version)
+        return Attributes(Ino(ino), mode, uid, gid, nlink, rdev, size, now, now, now, version)
 
     def add_entry(self, parent: int, name: bytes, ino: int) -> None:
-        self._run("INSERT INTO dentries(parent, name, ino) VALUES (?, ?, ?)", (parent, name, ino))
+        """FsError EEXIST when the name is taken."""
+        try:
+            self._write("INSERT INTO dentries VALUES (?, ?, ?, ?)", (parent, name, ino, self.new_seq()))
+        except sqlite3.IntegrityError:
+            raise FsError(errno.EEXIST) from None
 
     def remove_entry(self, parent: int, name: bytes) -> None:
-        self._run("DELETE FROM dentries WHERE parent=? AND name=?", (parent, name))
+        self._write("DELETE FROM dentries WHERE parent=? AND name=?", (parent, name))
 
     def set_entry(self, parent: int, name: bytes, ino: int) -> None:
         """Let an existing name point at another inode."""
-        self._run("UPDATE dentries SET ino=? WHERE parent=? AND name=?", (ino, parent, name))
+        self._write("UPDATE dentries SET ino=? WHERE parent=? AND name=?", (ino, parent, name))
 
     def add_links(self, ino: int, change: int, now: int) -> None:
-        self._run("UPDATE inodes SET nlink=nlink+?, ctime_ns=? WHERE ino=?", (change, now, ino))
+        self._write("UPDATE inodes SET nlink=nlink+?, ctime_ns=? WHERE ino=?", (change, now, ino))
 
     def set_links(self, ino: int, nlink: int, now: int) -> None:
-        self._run("UPDATE inodes SET nlink=?, ctime_ns=? WHERE ino=?", (nlink, now, ino))
+        self._write("UPDATE inodes SET nlink=?, ctime_ns=? WHERE ino=?", (nlink, now, ino))
 
     def touch_directory(self, ino: int, now: int, links: int = 0) -> None:
-        self._run("UPDATE inodes SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE ino=?", (now, now, links, ino))
+        self._write("UPDATE inodes SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE ino=?", (now, now, links, ino))
 
     def set_attributes(self, new: Attributes) -> None:
         """Write mode, owner, size and times of ``new`` (links and version have their own methods)."""
-        self._run(
+        self._write(
             "UPDATE inodes SET mode=?, uid=?, gid=?, size=?, atime_ns=?, mtime_ns=?, ctime_ns=?, blocks=? WHERE ino=?",
             (
                 new.mode,
@@ -298,12 +229,19 @@ class Catalog:
             ),
         )
 
+    def close_content(self, ino: int, size: int, blocks: int, mtime_ns: int) -> bool:
+        """A version of the file is complete: its size in bytes, 512-byte blocks and mtime. False when the file has no
+        name any more."""
+        sql = "UPDATE inodes SET size=?, blocks=?, mtime_ns=?, ctime_ns=MAX(ctime_ns, ?) WHERE ino=? AND nlink>0"
+        return self._write(sql, (size, blocks, mtime_ns, mtime_ns, ino)).rowcount > 0
+
     def orphans(self) -> list[int]:
         return [row[0] for row in self._run("SELECT ino FROM inodes WHERE nlink=0")]
 
     def drop_inodes(self, inos: list[int]) -> None:
-        self._db.executemany("DELETE FROM xattrs WHERE ino=?", [(ino,) for ino in inos])
-        self._db.executemany("DELETE FROM inodes WHERE ino=? AND nlink=0", [(ino,) for ino in inos])
+        for ino in inos:
+            self._write("DELETE FROM xattrs WHERE ino=?", (ino,))
+            self._write("DELETE FROM inodes WHERE ino=? AND nlink=0", (ino,))
 
     # xattrs
 
@@ -315,10 +253,10 @@ class Catalog:
         return self._run("SELECT name, value FROM xattrs WHERE ino=?", (ino,)).fetchall()
 
     def set_xattr(self, ino: int, name: bytes, value: bytes) -> None:
-        self._run("INSERT OR REPLACE INTO xattrs VALUES (?, ?, ?)", (ino, name, value))
+        self._write("INSERT OR REPLACE INTO xattrs VALUES (?, ?, ?)", (ino, name, value))
 
     def remove_xattr(self, ino: int, name: bytes) -> bool:
-        return self._run("DELETE FROM xattrs WHERE ino=? AND name=?", (ino, name)).rowcount > 0
+        return self._write("DELETE FROM xattrs WHERE ino=? AND name=?", (ino, name)).rowcount > 0
 
     # replicas
 
@@ -350,7 +288,7 @@ class Catalog:
         return [_replica(row) for row in rows]
 
     def put_replica(self, replica: Replica) -> None:
-        self._run(
+        self._write(
             "INSERT OR REPLACE INTO replicas VALUES (?, ?, ?, ?, ?, ?, ?)",
             (
                 replica.ino,
@@ -364,22 +302,23 @@ class Catalog:
         )
 
     def remove_replica(self, replica: Replica) -> None:
-        self._run(
+        self._write(
             "DELETE FROM replicas WHERE ino=? AND version=? AND tier=?", (replica.ino, replica.version, replica.tier)
         )
 
     def drop_tier(self, tier: str) -> None:
-        """Everything on ``tier`` is about to go, and is durable elsewhere."""
-        self._run("DELETE FROM replicas WHERE tier=?", (tier,))
+        """Everything on ``tier`` is about to go, and is durable elsewhere. A transaction of its own."""
+        with self.transaction():
+            self._write("DELETE FROM replicas WHERE tier=?", (tier,))
 
     def begin_version(self, ino: int, version: int) -> None:
         """``version`` becomes the current one; copies of older ones that were queued are moot."""
-        self._run("UPDATE inodes SET version=? WHERE ino=?", (version, ino))
-        self._run("DELETE FROM drains WHERE ino=?", (ino,))
+        self._write("UPDATE inodes SET version=? WHERE ino=?", (version, ino))
+        self._write("DELETE FROM drains WHERE ino=?", (ino,))
 
     def roll_back(self, ino: int, version: int, size: int) -> None:
         """An older version is the current one again; later versions keep their numbers to themselves."""
-        self._run("UPDATE inodes SET version=?, size=? WHERE ino=?", (version, size, ino))
+        self._write("UPDATE inodes SET version=?, size=? WHERE ino=?", (version, size, ino))
 
     def tier_sums(self, tier: str) -> dict[int, int]:
         """Bytes on a tier by replica state."""
@@ -413,7 +352,7 @@ class Catalog:
     # queues
 
     def queue_drain(self, ino: int, version: int, tier: str) -> None:
-        self._run("INSERT INTO drains(ino, version, tier) VALUES (?, ?, ?)", (ino, version, tier))
+        self._write("INSERT INTO drains VALUES (?, ?, ?, ?)", (self.new_seq(), ino, version, tier))
 
     def wanted_drains(self, limit: int) -> list[tuple[int, int, str, int, int]]:
         """(ino, version, tier, size, ctime in ns) of queued copies still wanted, oldest close first."""
@@ -432,15 +371,15 @@ class Catalog:
         ).fetchall()
 
     def unqueue_drain(self, ino: int, version: int, tier: str) -> None:
-        self._run("DELETE FROM drains WHERE ino=? AND version=? AND tier=?", (ino, version, tier))
+        self._write("DELETE FROM drains WHERE ino=? AND version=? AND tier=?", (ino, version, tier))
 
     def log(
         self, kind: OpKind, ino: int, now: int, *, parent: int = 0, name: bytes = b"", arg: int = 0, name2: bytes = b""
     ) -> None:
         """Append to the oplog; the archive follows in this order."""
-        self._run(
-            "INSERT INTO oplog(kind, ino, parent, name, arg, name2, at_ns) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (int(kind), ino, parent, name, arg, name2, now),
+        self._write(
+            "INSERT INTO oplog VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (self.new_seq(), int(kind), ino, parent, name, arg, name2, now),
         )
 
     def operations(self, limit: int) -> list[Operation]:
@@ -453,7 +392,7 @@ class Catalog:
         ]
 
     def drop_operations(self, through: int) -> None:
-        self._run("DELETE FROM oplog WHERE seq<=?", (through,))
+        self._write("DELETE FROM oplog WHERE seq<=?", (through,))
 
     def last_operation(self) -> int:
         """Sequence number of the newest operation, 0 when the oplog is empty."""
@@ -481,10 +420,10 @@ class Catalog:
         return [PublishedName(*row) for row in rows]
 
     def put_published(self, parent: int, name: bytes, ino: int, occupant: int) -> None:
-        self._run("INSERT OR REPLACE INTO published VALUES (?, ?, ?, ?)", (parent, name, ino, occupant))
+        self._write("INSERT OR REPLACE INTO published VALUES (?, ?, ?, ?)", (parent, name, ino, occupant))
 
     def remove_published(self, parent: int, name: bytes) -> None:
-        self._run("DELETE FROM published WHERE parent=? AND name=?", (parent, name))
+        self._write("DELETE FROM published WHERE parent=? AND name=?", (parent, name))
 
     def published_path(self, parent: int, name: bytes) -> tuple[bytes, ...] | None:
         """Names from the archive's root; None when a directory above is not published."""

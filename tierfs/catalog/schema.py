@@ -1,17 +1,18 @@
-"""Catalog format 1. The comment at each column is the authority on its meaning and sentinels."""
+"""Catalog format 2. The comment at each column is the authority on its meaning and sentinels."""
 
 from __future__ import annotations
 
-FORMAT = 1
+FORMAT = 2
 
 SCHEMA = """
 CREATE TABLE meta (
-    key   TEXT PRIMARY KEY,             -- 'format', 'uuid'
-    value TEXT NOT NULL
+    key   TEXT PRIMARY KEY,             -- 'format', 'uuid', 'generation' (SQLite commits so far),
+                                        -- 'next_ino', 'next_seq' (first ids never given to anything)
+    value NOT NULL
 ) WITHOUT ROWID;
 
 CREATE TABLE inodes (
-    ino      INTEGER PRIMARY KEY AUTOINCREMENT,  -- 1 is the root; never reused
+    ino      INTEGER PRIMARY KEY,       -- 1 is the root; never reused
     mode     INTEGER NOT NULL,          -- type and permission bits
     uid      INTEGER NOT NULL,
     gid      INTEGER NOT NULL,
@@ -28,13 +29,13 @@ CREATE TABLE inodes (
 CREATE INDEX inodes_orphans ON inodes(ino) WHERE nlink = 0;
 
 CREATE TABLE dentries (
-    id     INTEGER PRIMARY KEY AUTOINCREMENT,    -- the readdir cookie: grows, never reused
     parent INTEGER NOT NULL,
     name   BLOB NOT NULL,
-    ino    INTEGER NOT NULL
-);
-CREATE UNIQUE INDEX dentries_by_name ON dentries(parent, name);
-CREATE INDEX dentries_by_parent ON dentries(parent, id);
+    ino    INTEGER NOT NULL,
+    cookie INTEGER NOT NULL,            -- a seq: resumes a listing after this entry
+    PRIMARY KEY (parent, name)
+) WITHOUT ROWID;
+CREATE UNIQUE INDEX dentries_by_cookie ON dentries(parent, cookie);
 CREATE INDEX dentries_by_ino ON dentries(ino);
 
 CREATE TABLE xattrs (
@@ -54,9 +55,10 @@ CREATE TABLE replicas (
     digest   BLOB,                      -- NULL until computed
     PRIMARY KEY (ino, version, tier)
 ) WITHOUT ROWID;
+CREATE INDEX replicas_open ON replicas(ino) WHERE state = 1;
 
 CREATE TABLE drains (
-    seq     INTEGER PRIMARY KEY AUTOINCREMENT,   -- order of close
+    seq     INTEGER PRIMARY KEY,        -- order of close
     ino     INTEGER NOT NULL,
     version INTEGER NOT NULL,
     tier    TEXT NOT NULL               -- destination; never the archive, whose queue is the oplog
@@ -64,7 +66,7 @@ CREATE TABLE drains (
 CREATE INDEX drains_by_ino ON drains(ino);
 
 CREATE TABLE oplog (
-    seq    INTEGER PRIMARY KEY AUTOINCREMENT,    -- the order in which the archive replays
+    seq    INTEGER PRIMARY KEY,         -- the order in which the archive replays
     kind   INTEGER NOT NULL,            -- types.OpKind
     ino    INTEGER NOT NULL,            -- subject; EXCHANGE: what was at (parent, name)
     parent INTEGER NOT NULL,            -- 0 for CONTENT and ATTRIBUTES
@@ -84,10 +86,4 @@ CREATE TABLE published (
     PRIMARY KEY (parent, name)
 ) WITHOUT ROWID;
 CREATE INDEX published_by_ino ON published(ino);
-
-CREATE TABLE requests (
-    slot    INTEGER PRIMARY KEY,        -- request modulo the ring's size
-    request INTEGER NOT NULL,           -- the keeper's request id
-    ino     INTEGER NOT NULL            -- inode the request made; 0 when it made none
-);
 """

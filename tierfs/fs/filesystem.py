@@ -7,7 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import trio
 
@@ -58,8 +58,7 @@ class Filesystem:
                 raise FsError(errno.EISDIR)
             await self.files.truncate(ino, change.size)
         attributes = self.names.attributes(ino)
-        new = replace(
-            attributes,
+        new = attributes._replace(
             mode=attributes.mode if change.mode is None else stat.S_IFMT(attributes.mode) | stat.S_IMODE(change.mode),
             uid=attributes.uid if change.uid is None else change.uid,
             gid=attributes.gid if change.gid is None else change.gid,
@@ -70,12 +69,11 @@ class Filesystem:
         inode = self.files.inodes.get(ino)
         if inode is not None and change.mtime_ns is not None:
             os.utime(inode.fd, ns=(new.atime_ns, new.mtime_ns))
-        with self.catalog.transaction():
+        with self.catalog.transaction() as transaction:
             self.catalog.set_attributes(new)
             if change != Change(size=change.size):
                 self.catalog.log(OpKind.ATTRIBUTES, ino, new.ctime_ns)
-            if caller.request is not None:
-                self.catalog.record_request(caller.request, ino)
+            transaction.record(caller.request, ino)
         self.files.changed()
         return self.names.current(new)
 
@@ -116,12 +114,16 @@ class Filesystem:
             await self.wait_durable(inode.ino, version, tier)
         elif self.files.policy.tier(inode.replica.tier).persistent:
             await trio.to_thread.run_sync(os.fsync, inode.fd)
-            await trio.to_thread.run_sync(self.catalog.sync)
+            await self._sync_catalog()
 
     async def fsync_directory(self) -> None:
         """Namespace changes are as safe as their ack tier; on a persistent one the catalog is synced."""
         if not any(tier.kind == "memory" for tier in self.files.policy.tiers):
-            await trio.to_thread.run_sync(self.catalog.sync)
+            await self._sync_catalog()
+
+    async def _sync_catalog(self) -> None:
+        self.catalog.commit()
+        await trio.to_thread.run_sync(self.catalog.sync)
 
     # extended attributes
 
@@ -151,18 +153,20 @@ class Filesystem:
         others = sum(len(n) + len(v) for n, v in self.catalog.xattrs(ino) if n != name)
         if others + len(name) + len(value) > XATTR_LIST_MAX * 4:
             raise FsError(errno.ENOSPC)
-        with self.catalog.transaction():
+        with self.catalog.transaction() as transaction:
             self.catalog.set_xattr(ino, name, value)
-            self._touched(ino, caller)
+            self._touched(ino)
+            transaction.record(caller.request)
 
     def remove_xattr(self, ino: int, name: bytes, caller: Caller) -> None:
         self._check_writable(name)
         if self.names.answered(caller) is not None:
             return
-        with self.catalog.transaction():
+        with self.catalog.transaction() as transaction:
             if not self.catalog.remove_xattr(ino, name):
                 raise FsError(errno.ENODATA)
-            self._touched(ino, caller)
+            self._touched(ino)
+            transaction.record(caller.request)
 
     def _check_writable(self, name: bytes) -> None:
         if not name.startswith(b"user."):
@@ -170,12 +174,10 @@ class Filesystem:
         if name.startswith(VIRTUAL):
             raise FsError(errno.EPERM)
 
-    def _touched(self, ino: int, caller: Caller) -> None:
+    def _touched(self, ino: int) -> None:
         now = time.time_ns()
         self.catalog.add_links(ino, 0, now)
         self.catalog.log(OpKind.ATTRIBUTES, ino, now)
-        if caller.request is not None:
-            self.catalog.record_request(caller.request)
         self.files.changed()
 
     async def _flush_request(self, ino: int) -> None:

@@ -7,9 +7,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tierfs.catalog import Catalog, Entry
 from tierfs.errors import FsError
@@ -44,8 +42,7 @@ class Namespace:
         if inode is None or not inode.writers:
             return attributes
         status = os.fstat(inode.fd)
-        return replace(
-            attributes,
+        return attributes._replace(
             size=status.st_size,
             blocks=status.st_blocks,
             mtime_ns=status.st_mtime_ns,
@@ -70,7 +67,7 @@ class Namespace:
         found = self.catalog.entries(parent, after, limit)
         if not self.files.inodes:
             return found
-        return [replace(entry, attributes=self.current(entry.attributes)) for entry in found]
+        return [entry._replace(attributes=self.current(entry.attributes)) for entry in found]
 
     # making
 
@@ -78,27 +75,27 @@ class Namespace:
         """Create and open a regular file: (handle, attributes). FsError EEXIST when the name is taken."""
         directory = self._place(parent, name)
         now = time.time_ns()
-        path = self.catalog.path_of(parent)
-        path = (*path, name) if path is not None else None
+        above = self.catalog.directory_path(parent)
+        path = (*above, name) if above is not None else None
         number, rule = self.files.rule_of(path)
         role = role_of(number, path)
         made: list[tuple[str, str, int]] = []
         try:
-            with self._change(caller) as record:
+            with self.catalog.transaction() as change:
                 uid, gid, mode = _ownership(directory, stat.S_IFREG | stat.S_IMODE(mode), caller)
                 attributes = self.catalog.add_inode(mode, uid, gid, now)
+                self._enter(directory, name, attributes, now)
                 replica, fd = self.files.create_replica(attributes.ino, 1, rule, role)
                 made.append((replica.tier, replica.key, fd))
                 self.catalog.put_replica(replica)
-                self._enter(directory, name, attributes, now)
-                record(attributes.ino)
+                change.record(caller.request, attributes.ino)
         except BaseException:
             for tier, key, fd in made:
                 os.close(fd)
                 self.files.discard(tier, key)
             raise
         inode = self.files.attach(replica, fd, rule, role)
-        return self.files.add_handle(inode, flags), self.current(attributes)
+        return self.files.add_handle(inode, flags), attributes
 
     def make(
         self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes | None = None
@@ -111,12 +108,12 @@ class Namespace:
             return attributes
         directory = self._place(parent, name)
         now = time.time_ns()
-        with self._change(caller) as record:
+        with self.catalog.transaction() as change:
             uid, gid, mode = _ownership(directory, mode, caller)
             links = 2 if kind == stat.S_IFDIR else 1
             attributes = self.catalog.add_inode(mode, uid, gid, now, nlink=links, rdev=rdev, target=target)
             self._enter(directory, name, attributes, now)
-            record(attributes.ino)
+            change.record(caller.request, attributes.ino)
         return attributes
 
     def link(self, ino: int, parent: int, name: bytes, caller: Caller) -> Attributes:
@@ -129,11 +126,11 @@ class Namespace:
             raise FsError(errno.EMLINK)
         directory = self._place(parent, name)
         now = time.time_ns()
-        with self._change(caller) as record:
+        with self.catalog.transaction() as change:
             self.catalog.add_links(ino, 1, now)
             self._enter(directory, name, attributes, now)
-            record(ino)
-        return replace(attributes, nlink=attributes.nlink + 1, ctime_ns=now)
+            change.record(caller.request, ino)
+        return attributes._replace(nlink=attributes.nlink + 1, ctime_ns=now)
 
     def _place(self, parent: int, name: bytes) -> Attributes:
         if len(name) > NAME_MAX:
@@ -141,8 +138,6 @@ class Namespace:
         directory = self._directory(parent)
         if parent == ROOT_INO and name == RESERVED_AT_ROOT:
             raise FsError(errno.EPERM, "this name is reserved for the archive")
-        if self.catalog.lookup(parent, name) is not None:
-            raise FsError(errno.EEXIST)
         return directory
 
     def _directory(self, ino: int) -> Attributes:
@@ -166,9 +161,9 @@ class Namespace:
         child = self._child(parent, name)
         if stat.S_ISDIR(child.mode):
             raise FsError(errno.EISDIR)
-        with self._change(caller) as record:
+        with self.catalog.transaction() as change:
             self._remove(parent, name, child, time.time_ns())
-            record(0)
+            change.record(caller.request)
 
     def rmdir(self, parent: int, name: bytes, caller: Caller) -> None:
         child = self._child(parent, name)
@@ -176,9 +171,9 @@ class Namespace:
             raise FsError(errno.ENOTDIR)
         if self.catalog.has_entries(child.ino):
             raise FsError(errno.ENOTEMPTY)
-        with self._change(caller) as record:
+        with self.catalog.transaction() as change:
             self._remove(parent, name, child, time.time_ns())
-            record(0)
+            change.record(caller.request)
 
     def _child(self, parent: int, name: bytes) -> Attributes:
         child = self.catalog.lookup(parent, name)
@@ -230,12 +225,14 @@ class Namespace:
         if other is not None and other.ino == moved.ino:
             return
         now = time.time_ns()
-        with self._change(caller) as record:
+        with self.catalog.transaction() as change:
             if flags & RENAME_EXCHANGE and other is not None:
                 self._exchange(parent, name, moved, parent2, name2, other, now)
             else:
                 self._move(parent, name, moved, parent2, name2, other, now)
-            record(0)
+            change.record(caller.request)
+        if stat.S_ISDIR(moved.mode) or (other is not None and stat.S_ISDIR(other.mode)):
+            self.catalog.forget_paths()
         self.files.changed()
 
     def _move(
@@ -282,27 +279,11 @@ class Namespace:
 
     # exactly once
 
-    @contextmanager
-    def _change(self, caller: Caller) -> Iterator[_Record]:
-        """One transaction that carries the request's id, so that the kernel's resend of it is recognised."""
-        with self.catalog.transaction():
-            yield _Record(self.catalog, caller.request)
-
     def answered(self, caller: Caller) -> int | None:
         """For a resent request that a former daemon committed: the inode it made (0: none)."""
         if caller.resent and caller.request is not None:
             return self.catalog.answered(caller.request)
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    catalog: Catalog
-    request: int | None
-
-    def __call__(self, ino: int) -> None:
-        if self.request is not None:
-            self.catalog.record_request(self.request, ino)
 
 
 def _ownership(directory: Attributes, mode: int, caller: Caller) -> tuple[int, int, int]:

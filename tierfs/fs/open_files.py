@@ -15,7 +15,7 @@ import errno
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import trio
@@ -227,7 +227,7 @@ class OpenFiles:
     def _begin_version(self, inode: OpenInode) -> None:
         """The open replica turns into the next version in place."""
         old = inode.replica
-        new = replace(old, version=old.version + 1, state=ReplicaState.OPEN, digest=None)
+        new = old._replace(version=old.version + 1, state=ReplicaState.OPEN, digest=None)
         with self.catalog.transaction():
             self.catalog.begin_version(old.ino, new.version)
             self.catalog.remove_replica(old)
@@ -308,24 +308,14 @@ class OpenFiles:
 
     def close_version(self, replica: Replica, status: os.stat_result, rule: Rule) -> Replica:
         """The version is complete: record its size and times and queue its copies."""
-        closed = replace(replica, state=ReplicaState.WRITTEN, size=status.st_size)
+        closed = replica._replace(state=ReplicaState.WRITTEN, size=status.st_size)
         now = time.time_ns()
         with self.catalog.transaction():
             self.catalog.put_replica(closed)
             self.space.add(closed.tier, closed.size - replica.size)
-            attributes = self.catalog.attributes(replica.ino)
-            if attributes is None or attributes.nlink == 0:
-                return closed
-            self.catalog.set_attributes(
-                replace(
-                    attributes,
-                    size=status.st_size,
-                    blocks=status.st_blocks,
-                    mtime_ns=status.st_mtime_ns,
-                    ctime_ns=max(attributes.ctime_ns, status.st_mtime_ns),
-                )
-            )
-            self.queue_copies(closed, rule, now)
+            named = self.catalog.close_content(replica.ino, status.st_size, status.st_blocks, status.st_mtime_ns)
+            if named:
+                self.queue_copies(closed, rule, now)
         return closed
 
     def queue_copies(self, closed: Replica, rule: Rule, now: int) -> None:

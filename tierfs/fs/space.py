@@ -34,5 +34,4 @@ class Space:
         """The tier for a new file out of ``candidates``, fastest first."""
         if len(candidates) == 1:
             return candidates[0]
-        rooms = [Room(name, self.usage(name), self.policy.tier(name).high) for name in candidates]
-        return place(rooms, expected)
+        return place((Room(name, self.usage(name), self.policy.tier(name).high) for name in candidates), expected)

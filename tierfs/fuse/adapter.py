@@ -105,13 +105,16 @@ class Adapter(pyfuse3.Operations):
         caller = self._caller(ctx)
         made = self._names.answered(caller)
         if made is None:
-            existing = self._names.lookup(parent_inode, name)
-            if existing is None:
+            try:
                 fh, attributes = self._names.create(parent_inode, name, mode, flags, caller)
+            except FsError as error:
+                # The kernel looked the name up before it asked to create it: here another client was faster.
+                existing = self._names.lookup(parent_inode, name) if error.errno == errno.EEXIST else None
+                if existing is None or flags & os.O_EXCL:
+                    raise
+                made = existing.ino
+            else:
                 return pyfuse3.FileInfo(fh=fh), _entry(attributes)
-            if flags & os.O_EXCL:
-                raise FsError(errno.EEXIST)
-            made = existing.ino
         fh = await self._files.open(made, flags)
         return pyfuse3.FileInfo(fh=fh), _entry(self._names.attributes(made))
 

@@ -132,6 +132,7 @@ class Migrator:
 
     async def sync(self) -> None:
         """What the catalog says now is on stable storage: called before anything is claimed to be durable."""
+        self.catalog.commit()
         await trio.to_thread.run_sync(self.catalog.sync)
 
     async def _cycle(self, nursery: trio.Nursery) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tierfs.types import Usage
@@ -17,17 +17,21 @@ class Room:
     high: float
 
 
-def place(rooms: Sequence[Room], expected: int) -> str:
+def place(rooms: Iterable[Room], expected: int) -> str:
     """The first tier (fastest first) that holds ``expected`` more bytes below its high watermark;
     else the first with any room for them at all; else the one with the most space available.
+
+    Takes no more of ``rooms`` than it needs: asking a tier for its usage has a price.
     """
+    asked: list[Room] = []
     for room in rooms:
+        asked.append(room)
         if room.usage.used + expected <= room.usage.capacity * room.high and expected <= room.usage.available:
             return room.tier
-    for room in rooms:
+    for room in asked:
         if expected < room.usage.available:
             return room.tier
-    return max(rooms, key=lambda room: room.usage.available).tier
+    return max(asked, key=lambda room: room.usage.available).tier
 
 
 class LearnedSizes:

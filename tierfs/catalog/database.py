@@ -1,0 +1,267 @@
+"""The catalog's store: SQLite behind a journal, with transactions, ids and durability; the queries are in `catalog`.
+
+`transaction` is atomic and survives the process as soon as its block ends: it is in the journal. SQLite's own
+commit follows after `GROUP` of them or with `commit`; until then SQLite holds them in one open transaction, which
+every read of this connection sees. `commit` and then `sync` put all of it on stable storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tierfs.catalog.journal import SIZE, Journal, Record, Statement
+from tierfs.catalog.schema import FORMAT, SCHEMA
+from tierfs.errors import CatalogError
+
+GROUP = 128
+"""Operations per SQLite commit. One commit then takes a few ms, which a request may have to wait for."""
+
+COMMIT_BYTES = SIZE * 3 // 4
+"""Bytes of the journal at which SQLite commits before `GROUP` is reached."""
+
+CHECKPOINT_BYTES = 64 << 20
+INO_BLOCK, SEQ_BLOCK = 4096, 1 << 16
+"""Ids reserved at a time: a crash skips the rest of a block, so that none is ever given twice."""
+
+
+class Transaction:
+    """All statements of the block are committed together, or none of them when it raises."""
+
+    __slots__ = ("_database", "ino", "request")
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.request: int | None = None
+        """The kernel's request that this transaction answers, if any."""
+        self.ino = 0
+        """The inode that the request made; 0: none."""
+
+    def record(self, request: int | None, ino: int = 0) -> None:
+        """Remember that this transaction is the effect of a request of the kernel, which made ``ino`` (0: no inode)."""
+        self.request = request
+        self.ino = ino
+
+    def __enter__(self) -> Transaction:
+        self._database._begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self._database._finish(self)
+        else:
+            self._database._undo()
+
+
+class Database:
+    """One open catalog. Not thread-safe: used from the event loop only, except `sync`."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the catalog at ``path``; CatalogError when it is damaged, foreign or cannot be written."""
+        self.path = path
+        self._statements: list[Statement] = []
+        self._inside = False
+        self._uncommitted = 0
+        self._commit_at = GROUP
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, cached_statements=512, check_same_thread=False)
+            self._run = self._db.execute
+            for pragma in (
+                "locking_mode=EXCLUSIVE",
+                "journal_mode=WAL",
+                "synchronous=OFF",
+                "wal_autocheckpoint=0",
+                "cache_size=-65536",
+                "temp_store=MEMORY",
+            ):
+                self._run(f"PRAGMA {pragma}")
+            if not self._run("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
+                self._create()
+            found = self._meta("format")
+            if found != FORMAT:
+                raise CatalogError(f"catalog {path} has format {found}, this tierfs reads format {FORMAT}")
+            self._journal = Journal(path.with_name(path.name + "-log"))
+            self._recover()
+        except (sqlite3.DatabaseError, OSError) as error:
+            raise CatalogError(f"catalog {path}: {error}") from error
+
+    def _create(self) -> None:
+        now = time.time_ns()
+        self._db.executescript(f"BEGIN; {SCHEMA}")
+        meta = {"format": FORMAT, "uuid": str(uuid.uuid4()), "generation": 0, "next_ino": 2, "next_seq": 1}
+        self._db.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+        self._run("INSERT INTO inodes VALUES (1, ?, 0, 0, 2, 0, 0, ?, ?, ?, 0, 0, NULL)", (0o40755, now, now, now))
+        self._run("COMMIT")
+
+    def _meta(self, key: str) -> Any:
+        row = self._run("SELECT value FROM meta WHERE key=?", (key,)).fetchone()
+        return row[0] if row else None
+
+    def _recover(self) -> None:
+        """Execute again what was committed to the journal and not yet to SQLite."""
+        generation = self._meta("generation")
+        self._answered: dict[int, int] = {}
+        for record in self._journal.records(generation - 1):
+            self._note_answer(record)
+        self._journal.resume(generation)
+        self._replay()
+        self._next_ino = self._last_ino = int(self._meta("next_ino"))
+        self._next_seq = self._last_seq = int(self._meta("next_seq"))
+
+    def _replay(self) -> None:
+        for record in self._journal.records(self._journal.generation):
+            self._open()
+            for sql, parameters in record.statements:
+                self._run(sql, parameters)
+            self._note_answer(record)
+            self._uncommitted += 1
+
+    def _note_answer(self, record: Record) -> None:
+        if record.request is not None:
+            self._answered[record.request] = record.ino
+
+    # transactions
+
+    def transaction(self) -> Transaction:
+        return Transaction(self)
+
+    def _open(self) -> None:
+        if not self._db.in_transaction:
+            self._run("BEGIN")
+
+    def _begin(self) -> None:
+        assert not self._inside, "transactions do not nest"
+        self._open()
+        self._inside = True
+        self._statements = []
+
+    def _write(self, sql: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
+        """Execute a statement that changes something, inside a transaction. Its effect must follow from ``sql``,
+        ``parameters`` and the database alone, because it may be executed again."""
+        assert self._inside, "changes need a transaction"
+        self._statements.append((sql, parameters))
+        return self._run(sql, parameters)
+
+    def _finish(self, transaction: Transaction) -> None:
+        if self._statements or transaction.request is not None:
+            try:
+                self._journal.append(transaction.request, transaction.ino, self._statements)
+            except BaseException:
+                self._undo()
+                raise
+            self._uncommitted += 1
+        self._inside = False
+        if self._uncommitted >= self._commit_at or self._journal.used > COMMIT_BYTES:
+            # A full disk must not fail this operation, which the journal has: the next `commit` by name reports it.
+            with contextlib.suppress(CatalogError):
+                self.commit()
+
+    def _undo(self) -> None:
+        """Take back the current transaction. SQLite forgets the whole group, so its others are executed again."""
+        self._inside = False
+        self._last_ino, self._last_seq = self._next_ino, self._next_seq
+        if self._statements:
+            self._roll_back()
+
+    def _roll_back(self) -> None:
+        if self._db.in_transaction:
+            self._run("ROLLBACK")
+        self._uncommitted = 0
+        self._replay()
+
+    def commit(self) -> None:
+        """Move what the journal holds into SQLite: still in the page cache only, see `sync`.
+        Raises CatalogError when the disk is full; nothing is lost then, and the next call tries again."""
+        assert not self._inside
+        if not self._uncommitted:
+            return
+        following = self._journal.generation + 1
+        try:
+            self._run("UPDATE meta SET value=? WHERE key='generation'", (following,))
+            self._run("COMMIT")
+        except sqlite3.Error as error:
+            self._roll_back()
+            self._commit_at = self._uncommitted + GROUP
+            raise CatalogError(f"catalog {self.path}: {error}") from error
+        self._uncommitted = 0
+        self._commit_at = GROUP
+        self._journal.begin(following)
+
+    # stable storage
+
+    def sync(self) -> None:
+        """Everything before the last `commit` is on stable storage when this returns.
+
+        Blocks on the disk; the one method that may be called from another thread.
+        """
+        try:
+            fd = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def checkpoint(self) -> None:
+        """Fold a WAL that grew large into the database; call it right after `sync`, from the event loop."""
+        if os.stat(f"{self.path}-wal").st_size > CHECKPOINT_BYTES:
+            self.commit()
+            self._fold()
+
+    def _fold(self) -> None:
+        self._run("PRAGMA synchronous=FULL")
+        self._run("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        self._run("PRAGMA synchronous=OFF")
+
+    def close(self) -> None:
+        """Fold journal and WAL into the database file, on stable storage, and close."""
+        with self.transaction():
+            self._write("UPDATE meta SET value=? WHERE key='next_ino'", (self._next_ino,))
+            self._write("UPDATE meta SET value=? WHERE key='next_seq'", (self._next_seq,))
+        self.commit()
+        self.sync()
+        self._fold()
+        self._db.close()
+        self._journal.close()
+
+    # ids
+
+    def new_ino(self) -> int:
+        """An inode number never given before. Inside a transaction."""
+        ino = self._next_ino
+        if ino == self._last_ino:
+            self._last_ino += INO_BLOCK
+            self._write("UPDATE meta SET value=? WHERE key='next_ino'", (self._last_ino,))
+        self._next_ino += 1
+        return ino
+
+    def new_seq(self) -> int:
+        """A number above all that were given before. Inside a transaction."""
+        seq = self._next_seq
+        if seq == self._last_seq:
+            self._last_seq += SEQ_BLOCK
+            self._write("UPDATE meta SET value=? WHERE key='next_seq'", (self._last_seq,))
+        self._next_seq += 1
+        return seq
+
+    # requests: exactly once for what the kernel sends again after a restart
+
+    def answered(self, request: int) -> int | None:
+        """The inode that a request of a former daemon's time made (0: none), None when it was not committed."""
+        return self._answered.get(request)
+
+    def forget_requests(self) -> None:
+        """A new kernel connection numbers its requests from the start: no former one may be taken for a new one."""
+        self._answered = {}
+        self.commit()
+        with self.transaction():
+            self._write("UPDATE meta SET value=value WHERE key='generation'")
+        self.commit()
+        self._journal.begin(self._journal.generation)

@@ -1,0 +1,121 @@
+"""The catalog's journal: what was committed since SQLite's last commit, in two files of fixed size.
+
+A namespace operation is committed by appending its statements here, one `pwrite` into the page cache, and the
+statements stay in SQLite's open transaction; many operations then share one SQLite commit and its pages. A daemon that
+is killed leaves them here, and the next one executes them again.
+
+Generation g of the journal holds what comes after SQLite's commit number g. Odd and even generations have a
+file each, so that the one before the current stays readable: it may hold the last request that was answered.
+A file is never truncated: each record's checksum is seeded with the generation, which ends the valid ones.
+
+File: 16 bytes ``magic, generation``, then records ``u32 length, u32 crc32(payload, generation), payload``, where
+the payload is `marshal` (format 4) of ``(request or None, inode, [(sql, parameters), ...])``.
+"""
+
+from __future__ import annotations
+
+import errno
+import marshal
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAGIC = b"tierfs-j"
+SIZE = 4 << 20
+"""Bytes of each file, allocated at once: a full disk shows when the catalog is opened, not at a create."""
+
+_HEADER = struct.Struct("<8sQ")
+_RECORD = struct.Struct("<II")
+_MARSHAL = 4
+
+Statement = tuple[str, tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One committed operation: the kernel's request that asked for it, the inode it made (0: none), its statements."""
+
+    request: int | None
+    ino: int
+    statements: list[Statement]
+
+
+class Journal:
+    def __init__(self, path: Path) -> None:
+        """Open or create ``path``.0 and ``path``.1. Raises OSError, ENOSPC among them."""
+        self._fds: list[int] = []
+        self.generation = 0
+        self._offset = _HEADER.size
+        try:
+            for number in (0, 1):
+                fd = os.open(f"{path}.{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._fds.append(fd)
+                os.posix_fallocate(fd, 0, SIZE)
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, generation: int) -> None:
+        """Append to ``generation`` from now on; what its file held is void. Raises OSError."""
+        os.pwrite(self._fds[generation & 1], _HEADER.pack(MAGIC, generation), 0)
+        self.generation = generation
+        self._offset = _HEADER.size
+
+    def resume(self, generation: int) -> None:
+        """Append after the valid records of ``generation``, beginning it if its file holds another."""
+        found = list(self._scan(generation))
+        if not found:
+            self.begin(generation)
+            return
+        self.generation = generation
+        self._offset = found[-1][1]
+
+    def append(self, request: int | None, ino: int, statements: list[Statement]) -> None:
+        """Commit one operation: it survives this process, not a power cut. Raises OSError; ENOSPC when the file is
+        full."""
+        payload = marshal.dumps((request, ino, statements), _MARSHAL)
+        record = _RECORD.pack(len(payload), zlib.crc32(payload, self.generation)) + payload
+        if not self.fits(len(record)):
+            raise OSError(errno.ENOSPC, "the catalog's journal is full")
+        written = os.pwrite(self._fds[self.generation & 1], record, self._offset)
+        if written != len(record):
+            raise OSError(errno.ENOSPC, "the catalog's journal was cut short")
+        self._offset += written
+
+    def fits(self, size: int) -> bool:
+        """Whether ``size`` more bytes have room in the current file."""
+        return self._offset + size <= SIZE
+
+    @property
+    def used(self) -> int:
+        """Bytes of the current generation."""
+        return self._offset
+
+    def records(self, generation: int) -> Iterator[Record]:
+        """The valid records of ``generation`` in order; none when its file holds another generation."""
+        for record, _ in self._scan(generation):
+            yield record
+
+    def _scan(self, generation: int) -> Iterator[tuple[Record, int]]:
+        """Each valid record with the offset after it."""
+        data = os.pread(self._fds[generation & 1], SIZE, 0)
+        if len(data) < _HEADER.size or _HEADER.unpack_from(data) != (MAGIC, generation):
+            return
+        offset = _HEADER.size
+        while offset + _RECORD.size <= len(data):
+            length, checksum = _RECORD.unpack_from(data, offset)
+            payload = data[offset + _RECORD.size : offset + _RECORD.size + length]
+            if not length or len(payload) < length or zlib.crc32(payload, generation) != checksum:
+                return
+            offset += _RECORD.size + length
+            request, ino, statements = marshal.loads(payload)
+            yield Record(request, ino, statements), offset
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
