@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tierfs.fuse.backing import BackingIds
-from tierfs.fuse.keeper import mount_number, run_keeper
+from tierfs.fuse.keeper import MAX_CRASHES, mount_number, run_keeper
 from tierfs.fuse.session import KeeperSession
 
 pytestmark = pytest.mark.timeout(60)
@@ -399,6 +399,13 @@ def test_planned_restarts_are_no_crashes(mnt: Mounted) -> None:
     for number in range(1, 13):
         mnt.process.send_signal(signal.SIGHUP)
         wait_for(lambda number=number: len(mnt.events("start")) > number)  # type: ignore[misc]
+        (mnt.path / str(number)).mkdir()
+    assert "died" not in mnt.log()
+
+
+def test_kills_from_outside_are_no_crash_loop(mnt: Mounted) -> None:
+    for number in range(MAX_CRASHES + 5):
+        mnt.kill()
         (mnt.path / str(number)).mkdir()
     assert "died" not in mnt.log()
 

@@ -129,6 +129,9 @@ class Keeper:
         """(fh, is_dir) → its opens; more than one where the daemon gives several opens the same fh"""
         self._highest_backing_id = 0
         self._crashes: deque[float] = deque()
+        """when daemons died, since the last one that served until it was killed from outside"""
+        self._served = False
+        """whether this daemon came far enough to answer INIT"""
         self._waiting: dict[int, tuple[int, int, int]] = {}
         """unique → (opcode, nodeid, flags or fh), for the replies that matter"""
         self._undelivered: deque[bytes] = deque()
@@ -211,8 +214,7 @@ class Keeper:
         self._waiting.clear()
         if self._stopping:
             signal.alarm(STOP_AGAIN)
-        if self._restarts:
-            self._replay_init(ours)
+        self._served = self._restarts > 0 and self._replay_init(ours)
 
     def _fork(self, session: KeeperSession, ours: socket.socket) -> int:
         pid = os.fork()
@@ -230,20 +232,20 @@ class Keeper:
             logging.shutdown()
             os._exit(code)
 
-    def _replay_init(self, channel: socket.socket) -> None:
+    def _replay_init(self, channel: socket.socket) -> bool:
         """A new daemon on an old connection: play the kernel's INIT, swallow the reply, have the rest sent again.
-        A daemon that dies meanwhile is noticed when forwarding."""
+        Whether the daemon answered; one that dies meanwhile is noticed when forwarding."""
         assert self._init_request is not None
         channel.setblocking(True)
         try:
             channel.send(self._init_request)
             reply = channel.recv(BUFFER)
         except OSError:
-            return
+            return False
         finally:
             channel.setblocking(False)
         if not reply:
-            return
+            return False
         error = wire.OUT_HEADER.unpack_from(reply)[1]
         if error:
             self._log.error("the new daemon refused the connection: %s", os.strerror(-error))
@@ -251,6 +253,7 @@ class Keeper:
             os.write(self._device, wire.NOTIFY_RESEND)
         except OSError as failure:
             raise _Unmounted from failure
+        return not error
 
     def _reap(self) -> int:
         """Wait for the daemon's end; its exit code, negative for a signal."""
@@ -270,6 +273,11 @@ class Keeper:
         if self._planned:
             self._planned = False
             self._log.info("restarting the daemon as asked")
+            return True
+        if code == -signal.SIGKILL and self._served:
+            # No fault of the daemon's own ends like this: however often somebody does it, it is no crash loop.
+            self._log.info("the daemon was killed, starting it again")
+            self._crashes.clear()
             return True
         now = time.monotonic()
         crashes = self._crashes
@@ -433,7 +441,7 @@ class Keeper:
         elif failed:
             return
         elif opcode == wire.INIT:
-            self._initialised = True
+            self._initialised = self._served = True
             if self._on_ready is not None:
                 self._on_ready()
         else:
