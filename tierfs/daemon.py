@@ -31,7 +31,7 @@ from tierfs.fuse.backing import BackingIds
 from tierfs.fuse.keeper import run_keeper
 from tierfs.fuse.session import KeeperSession
 from tierfs.migrator.migrator import Migrator
-from tierfs.migrator.recovery import recover_lost_memory
+from tierfs.migrator.recovery import reclaim_orphans, recover_lost_memory
 from tierfs.operations import Operations
 from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy
@@ -111,6 +111,10 @@ class Daemon:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(migrator.run)
+                if self.session and self.session.restarts:
+                    nursery.start_soon(
+                        reclaim_orphans, self.catalog, self.tiers.stores, self.tiers.tree, files.former_key
+                    )
                 await nursery.start(serve_control, self._socket(), operations.handlers())
                 self._write_record()
                 nursery.start_soon(self._await_signal, operations)

@@ -100,6 +100,9 @@ class OpenFiles:
     _serial: int = 0
     _keys: int = field(default_factory=lambda: time.time_ns() >> 10)
 
+    def __post_init__(self) -> None:
+        self._first_key = self._keys
+
     # rules and names
 
     def rule_of(self, path: tuple[bytes, ...] | None) -> tuple[int, Rule]:
@@ -109,6 +112,10 @@ class OpenFiles:
         """A replica file name never used before on any tier."""
         self._keys += 1
         return f"{ino:x}-{self._keys:x}"
+
+    def former_key(self, key: str) -> bool:
+        """Whether a daemon before this one gave out ``key``."""
+        return int(key.partition("-")[2], 16) <= self._first_key
 
     def ack_tiers(self, rule: Rule) -> list[str]:
         """Local tiers a file of this rule may be written to: the ack tier, then slower ones."""

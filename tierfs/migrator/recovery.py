@@ -1,16 +1,25 @@
-"""At a fresh mount: what the memory tier lost while nobody looked (a reboot) falls back to what is durable."""
+"""What a start finds and nobody wrote down: at a fresh mount bytes that the memory tier lost (a reboot), after a killed
+daemon the files that it had not entered in the catalog yet, or no longer."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+import trio
 
 from tierfs.catalog import Catalog
+from tierfs.errors import TierError
+from tierfs.migrator.transfer import remove_files
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.tree import TreeStore
 from tierfs.types import Replica, ReplicaState
 
 log = logging.getLogger("tierfs.recovery")
+
+CHUNK, PAUSE = 128, 0.01
+"""Keys looked up at a time, and seconds between, so that requests are served meanwhile."""
 
 
 def recover_lost_memory(catalog: Catalog, policy: Policy, stores: Mapping[str, ReplicaStore]) -> None:
@@ -48,3 +57,40 @@ def _fall_back(catalog: Catalog, ino: int, replicas: list[Replica]) -> None:
         newest = max(durable, key=lambda r: r.version)
         catalog.roll_back(ino, newest.version, newest.size)
         log.error("rolled back: %s is again its version %d of %d bytes", path, newest.version, newest.size)
+
+
+async def reclaim_orphans(
+    catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeStore, former: Callable[[str], bool]
+) -> int:
+    """Remove the files of daemons that died before they entered them in the catalog, or after they took them out: how
+    many. Runs beside everything else: ``former`` tells the keys that no living daemon gave out, and a key that is not
+    in the catalog never comes back."""
+    removed = 0
+    for name, store in stores.items():
+        try:
+            keys = await trio.to_thread.run_sync(_former_keys, store, former)
+        except OSError as error:
+            log.info("tier %s: not searched for orphans: %s", name, error)
+            continue
+        for start in range(0, len(keys), CHUNK):
+            orphans = [(name, key) for key in keys[start : start + CHUNK] if not _named(catalog, name, key)]
+            if orphans:
+                failed = await trio.to_thread.run_sync(remove_files, stores, orphans)
+                removed += len(orphans) - len(failed)
+            await trio.sleep(PAUSE)
+    for remove in (*(store.remove_temporaries for store in stores.values()), tree.remove_temporaries):
+        try:
+            removed += await trio.to_thread.run_sync(remove, former)
+        except TierError as error:
+            log.info("%s", error)
+    if removed:
+        log.info("removed %d files that a killed daemon left behind", removed)
+    return removed
+
+
+def _former_keys(store: ReplicaStore, former: Callable[[str], bool]) -> list[str]:
+    return list(filter(former, store.keys()))
+
+
+def _named(catalog: Catalog, tier: str, key: str) -> bool:
+    return any(r.tier == tier and r.key == key for r in catalog.replicas(int(key.partition("-")[0], 16)))

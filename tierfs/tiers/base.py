@@ -10,7 +10,7 @@ import re
 import stat
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -92,6 +92,18 @@ def empty_directory(fd: int) -> None:
     for name in os.listdir(fd):
         with contextlib.suppress(IsADirectoryError, FileNotFoundError):
             os.unlink(name, dir_fd=fd)
+
+
+def remove_temporaries(fd: int, former: Callable[[str], bool]) -> int:
+    """Remove the temporary files in an open directory that were made for a key that ``former`` knows: how many."""
+    removed = 0
+    for name in os.listdir(fd):
+        key, _, random = name.partition(".")
+        if random and _KEY.fullmatch(key) and former(key):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
+                removed += 1
+    return removed
 
 
 def open_directory(name: bytes, parent: int, *, create: bool = True) -> int:
@@ -208,6 +220,11 @@ class ReplicaStore:
         """A file to fill and then ``publish``. Raises TierError."""
         with failing_as(self.name, "create a file"):
             return create_temporary(self._tmp_fd, key)
+
+    def remove_temporaries(self, former: Callable[[str], bool]) -> int:
+        """Remove the temporary files of keys that ``former`` knows: how many. Raises TierError."""
+        with failing_as(self.name, "remove temporary files"):
+            return remove_temporaries(self._tmp_fd, former)
 
     def publish(self, temp: TemporaryFile, key: str) -> None:
         """Make a filled temporary file the replica ``key``, durably, and close it. Raises TierError."""

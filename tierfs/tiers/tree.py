@@ -29,6 +29,7 @@ from tierfs.tiers.base import (
     failing_as,
     open_directory,
     refusal,
+    remove_temporaries,
     usage_of,
 )
 from tierfs.types import Usage
@@ -265,6 +266,11 @@ class TreeStore:
         """A file to fill and then ``publish``."""
         with failing_as(self.name, "create a file"):
             return create_temporary(self._tmp_fd, key)
+
+    def remove_temporaries(self, former: Callable[[str], bool]) -> int:
+        """Remove the temporary files of keys that ``former`` knows: how many."""
+        with failing_as(self.name, "remove temporary files"):
+            return remove_temporaries(self._tmp_fd, former)
 
     def publish(
         self,

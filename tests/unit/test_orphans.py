@@ -1,0 +1,59 @@
+"""What a killed daemon left on the tiers goes while the next one works, and nothing else goes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import trio
+
+from tierfs.catalog import Catalog
+from tierfs.migrator.recovery import reclaim_orphans
+from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.tree import TreeStore
+from tierfs.types import Ino, Replica, ReplicaState
+
+FIRST = 0x100
+"""Keys up to this one are those of former daemons."""
+
+
+def former(key: str) -> bool:
+    return int(key.partition("-")[2], 16) <= FIRST
+
+
+@pytest.mark.parametrize("many", [1, 300])
+def test_only_orphans_of_former_daemons_go(tmp_path: Path, many: int) -> None:
+    catalog = Catalog(tmp_path / "catalog")
+    stores = {name: ReplicaStore(name, tmp_path / name, persistent=name == "nvme") for name in ("memory", "nvme")}
+    tree = TreeStore("archive", tmp_path / "archive", None)
+    for tier in (*stores.values(), tree):
+        tier.prepare()
+    kept, lost = set(), set()
+    with catalog.transaction():
+        for name, store in stores.items():
+            for ino in range(2, 2 + many):
+                named, orphan, new = f"{ino:x}-10", f"{ino:x}-20", f"{ino:x}-101"
+                for key in (named, orphan, new):
+                    os.close(store.create(key))
+                catalog.put_replica(Replica(Ino(ino), 1, name, ReplicaState.WRITTEN, named, 0, None))
+                kept |= {(name, named), (name, new)}
+                lost.add((name, orphan))
+    # A replica of another tier under the same key names no file here.
+    os.close(stores["nvme"].create("2-30"))
+    catalog.put_replica(Replica(Ino(2), 2, "memory", ReplicaState.WRITTEN, "2-30", 0, None))
+    lost.add(("nvme", "2-30"))
+    old = [tier.temporary("2-40") for tier in (stores["nvme"], tree)]
+    new = [tier.temporary("2-102") for tier in (stores["nvme"], tree)]
+
+    removed = trio.run(reclaim_orphans, catalog, stores, tree, former)
+
+    assert {(name, key) for name, store in stores.items() for key in store.keys()} == kept  # noqa: SIM118
+    assert removed == len(lost) + len(old)
+    assert all(os.fstat(temp.fd).st_nlink == 0 for temp in old)
+    assert all(os.fstat(temp.fd).st_nlink == 1 for temp in new)
+    for temp in old + new:
+        temp.discard()
+    catalog.close()
+    for tier in (*stores.values(), tree):
+        tier.close()
