@@ -5,17 +5,25 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import signal
+import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tierfs.testing.mounting import MountFailure, TestMount
 
-KILLS = int(os.environ.get("TIERFS_TEST_KILLS", "6"))
+KILLS = int(os.environ.get("TIERFS_TEST_KILLS", "25"))
+"""For each of the four kinds of work: a hundred in all."""
+
+MEDIAN_PAUSE, LONGEST_PAUSE = 1.0, 5.0
+"""Seconds that an operation which meets a dead daemon may take. The promise is half a second; this leaves room for a
+slow and busy machine, where the work itself competes with the daemon's start."""
 
 Work = Callable[[Path, random.Random, threading.Event], dict[str, str]]
 
@@ -77,10 +85,33 @@ def deletes(top: Path, rng: random.Random, stop: threading.Event) -> dict[str, s
     return expected
 
 
+def dcp_saves(top: Path, rng: random.Random, stop: threading.Event) -> dict[str, str]:
+    """Two ranks save distributed checkpoints and delete old ones until told to stop; they load and compare the rest."""
+    end = top.parent.parent / "stop"  # not on the mount
+    command = [sys.executable, "-W", "ignore", Path(__file__).with_name("torch_job.py"), "dcp-rotate", top, end]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        while not stop.wait(0.1) and process.poll() is None:
+            pass
+        end.touch()
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output[-4000:]
+    return found(top)
+
+
+WORKS: list[Work] = [
+    saves,
+    renames,
+    deletes,
+    pytest.param(dcp_saves, marks=pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("work", [saves, renames, deletes], ids=lambda work: work.__name__)
-def test_killed_daemon_goes_unnoticed(passthrough_mnt: TestMount, work: Work) -> None:
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+def test_killed_daemon_goes_unnoticed(passthrough_mnt: TestMount, pauses: list[float], work: Work) -> None:
     mnt = passthrough_mnt
     rng = random.Random(f"{work.__name__} 20")
     top = mnt.path / "run"
@@ -96,18 +127,28 @@ def test_killed_daemon_goes_unnoticed(passthrough_mnt: TestMount, work: Work) ->
     worker = threading.Thread(target=run)
     worker.start()
     try:
+        until(lambda: failure or any(top.iterdir()), seconds=90)
         for _ in range(KILLS):
-            time.sleep(rng.uniform(0.05, 0.6))
-            mnt.kill_daemon()
+            time.sleep(rng.uniform(0.02, 0.5))
+            pauses.append(mnt.strike())
     finally:
         stop.set()
-        worker.join(60)
+        worker.join(90)
     assert not worker.is_alive(), "the work hangs"
     assert not failure, repr(failure)
     assert mnt.status()["daemon_restarts"] == KILLS
+    assert statistics.median(pauses) < MEDIAN_PAUSE
+    assert max(pauses) < LONGEST_PAUSE
     assert found(top) == outcome
     mnt.flush()
     assert found(mnt.archive / "run") == outcome
+
+
+def until(condition: Callable[[], object], *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
 
 
 def found(top: Path) -> dict[str, str]:
@@ -147,13 +188,9 @@ def test_killed_while_draining(passthrough_mnt: TestMount) -> None:
         assert (mnt.archive / name).read_bytes() == data
 
 
-def test_back_within_half_a_second(passthrough_mnt: TestMount) -> None:
-    """The program's own view: a create that meets the dead daemon takes at most half a second (1.5 s on a busy CI)."""
-    mnt = passthrough_mnt
-    os.kill(mnt.daemon_pid(), signal.SIGKILL)
-    started = time.monotonic()
-    (mnt.path / "file").write_bytes(b"x")
-    assert time.monotonic() - started < 1.5
+def test_an_idle_mount_is_back_at_once(passthrough_mnt: TestMount, pauses: list[float]) -> None:
+    pauses.append(passthrough_mnt.strike())
+    assert pauses[0] < LONGEST_PAUSE
 
 
 def test_restart_on_purpose(passthrough_mnt: TestMount) -> None:

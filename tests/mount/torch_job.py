@@ -1,10 +1,11 @@
-"""What a training program does with a mount, as a process of its own: torch_job.py save|load|dcp DIR.
+"""What a training program does with a mount, as a process of its own: torch_job.py WHAT DIR [END].
 
 ``save`` and ``load`` use the same seed, so ``load`` knows every value. Any difference is an AssertionError.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -64,12 +65,37 @@ def rank_main(rank: int, top: str, saves: bool) -> None:
         pending.result()
     else:
         for step in (1, 2):
-            found = {name: torch.zeros_like(tensor) for name, tensor in rank_state(rank, step).items()}
-            dcp.load(found, checkpoint_id=f"{top}/step-{step}")
-            for name, tensor in rank_state(rank, step).items():
-                assert torch.equal(found[name], tensor), (step, name)
+            check_step(rank, top, step)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def rotate_main(rank: int, top: str, end: str) -> None:
+    """Save step after step, keeping the last three, until the file ``end`` is there; then load what is left."""
+    dist.init_process_group("gloo", init_method=f"file://{top}.rendezvous", rank=rank, world_size=RANKS)
+    step, last = 0, torch.zeros(1)
+    while not last:
+        step += 1
+        if step % 2:
+            dcp.save(rank_state(rank, step), checkpoint_id=f"{top}/step-{step}")
+        else:
+            dcp.async_save(rank_state(rank, step), checkpoint_id=f"{top}/step-{step}").result()
+        if rank == 0:
+            if step > 3:
+                shutil.rmtree(f"{top}/step-{step - 3}")
+            last.fill_(Path(end).exists())
+        dist.broadcast(last, 0)
+    for kept in range(max(1, step - 2), step + 1):
+        check_step(rank, top, kept)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check_step(rank: int, top: str, step: int) -> None:
+    found = {name: torch.zeros_like(tensor) for name, tensor in rank_state(rank, step).items()}
+    dcp.load(found, checkpoint_id=f"{top}/step-{step}")
+    for name, tensor in rank_state(rank, step).items():
+        assert torch.equal(found[name], tensor), (step, name)
 
 
 def ranks(top: Path, saves: bool) -> None:
@@ -85,4 +111,5 @@ if __name__ == "__main__":
         "load": load,
         "dcp-save": lambda top: ranks(top / "dcp", True),
         "dcp-load": lambda top: ranks(top / "dcp", False),
+        "dcp-rotate": lambda top: mp.spawn(rotate_main, args=(str(top), sys.argv[3]), nprocs=RANKS),
     }[what](where)

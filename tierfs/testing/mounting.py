@@ -22,8 +22,10 @@ from typing import cast
 
 import yaml
 
+from tierfs.control.protocol import MountRecord, mount_directory
+
 FUSE_CONNECTIONS = Path("/sys/fs/fuse/connections")
-UMOUNT_TIMEOUT = 30.0
+UMOUNT_TIMEOUT = 60.0
 _NOISE = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback \(most recent call last\)")
 
 
@@ -76,6 +78,7 @@ class TestMount:
     allow_log: Sequence[str] = ()
     connection: int | None = None
     pids: set[int] = field(default_factory=set)
+    _strikes: int = 0
 
     @property
     def memory(self) -> Path:
@@ -118,6 +121,23 @@ class TestMount:
         pid = self.status()["daemon_pid"]
         assert isinstance(pid, int)
         return pid
+
+    def strike(self) -> float:
+        """SIGKILL the daemon; seconds that an operation which meets the dead daemon takes until it succeeds.
+
+        Costs no command of its own, so that a struck daemon meets whatever the mount is busy with."""
+        if self.mode != "passthrough":
+            raise MountFailure("only mode passthrough survives a killed daemon")
+        # The record is written before the kernel is served, and something was served since the last strike.
+        pid = MountRecord.read(mount_directory(self.path)).daemon_pid
+        self._strikes += 1
+        os.kill(pid, signal.SIGKILL)
+        started = time.monotonic()
+        probe = self.path / f".strike-{self._strikes}"
+        probe.mkdir()
+        taken = time.monotonic() - started
+        probe.rmdir()
+        return taken
 
     def kill_daemon(self, *, within: float = 20.0) -> int:
         """SIGKILL the daemon, wait until the keeper has another one that answers, and give its pid."""
