@@ -125,6 +125,7 @@ class Daemon:
                 nursery.cancel_scope.cancel()
         finally:
             pyfuse3.close(unmount=self.session is None)
+        await migrator.remove_discarded()
         complete = operations.everything_durable()
         if complete:
             for mount in self.tiers.mounts:

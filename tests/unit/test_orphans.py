@@ -9,7 +9,9 @@ import pytest
 import trio
 
 from tierfs.catalog import Catalog
+from tierfs.migrator.migrator import Migrator
 from tierfs.migrator.recovery import reclaim_orphans
+from tierfs.policy.load import parse_policy
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import Ino, Replica, ReplicaState
@@ -56,4 +58,34 @@ def test_only_orphans_of_former_daemons_go(tmp_path: Path, many: int) -> None:
         temp.discard()
     catalog.close()
     for tier in (*stores.values(), tree):
+        tier.close()
+
+
+def test_discarded_bytes_go_even_when_the_daemon_ends(tmp_path: Path) -> None:
+    """The catalog has forgotten them, so no later daemon would know of them."""
+    text = f"""
+state: {tmp_path}/state
+tiers:
+  nvme: {{kind: dir, path: {tmp_path}/nvme}}
+  archive: {{kind: dir, path: {tmp_path}/archive}}
+"""
+    policy = parse_policy(text, "test")
+    catalog = Catalog(tmp_path / "catalog")
+    store = ReplicaStore("nvme", tmp_path / "nvme", persistent=True)
+    tree = TreeStore("archive", tmp_path / "archive", None)
+    for tier in (store, tree):
+        tier.prepare()
+    migrator = Migrator(catalog, policy, {"nvme": store}, tree)
+    os.close(store.create("2-1"))
+
+    async def end() -> None:
+        migrator.discard("nvme", "2-1")
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await migrator.remove_discarded()
+
+    trio.run(end)
+    assert list(store.keys()) == []
+    catalog.close()
+    for tier in (store, tree):
         tier.close()

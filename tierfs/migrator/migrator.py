@@ -139,7 +139,7 @@ class Migrator:
         """Start what can be started; seconds until the next look."""
         if self.doomed and not self._removing:
             self._removing = True
-            nursery.start_soon(self._remove)
+            nursery.start_soon(self.remove_discarded)
         wake = 5.0
         if not self.paused:
             wake = min(wake, self._start_drains(nursery))
@@ -329,6 +329,12 @@ class Migrator:
                 ready.temp.discard()
 
     # removing and evicting
+
+    async def remove_discarded(self) -> None:
+        """Remove the bytes that were discarded. Not to be cancelled: the catalog has forgotten these files already.
+        Called once more at the very end, when nothing discards any more."""
+        with trio.CancelScope(shield=True):
+            await self._remove()
 
     async def _remove(self) -> None:
         try:

@@ -173,9 +173,10 @@ class TestMount:
         if self.connection is None or not _connections_visible():
             yield
             return
-        script = 'read -r -t "$1" _; [ $? -gt 128 ] && echo 1 >"$2"; exit 0'
+        script = 'read -r -t "$1" _; [ $? -gt 128 ] && grep -qF "$2" /proc/self/mountinfo && echo 1 >"$3"; exit 0'
+        mine = f" 0:{self.connection} / {os.path.abspath(self.path)} "
         abort = FUSE_CONNECTIONS / str(self.connection) / "abort"
-        command = ["bash", "-c", script, "abort_after", f"{seconds:g}", str(abort)]
+        command = ["bash", "-c", script, "abort_after", f"{seconds:g}", mine, str(abort)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as watchdog:
             try:
                 yield
@@ -186,10 +187,11 @@ class TestMount:
 
     def force(self) -> None:
         """End the mount without its help: abort the connection, detach, kill the processes that it had named."""
-        if self.connection is not None and _connections_visible():
-            with contextlib.suppress(OSError):
-                (FUSE_CONNECTIONS / str(self.connection) / "abort").write_text("1")
-        if is_mounted(self.path):
+        if (number := _device_of(self.path)) is not None:
+            # The number as of now: that of a mount which ended may have become another mount's.
+            if _connections_visible():
+                with contextlib.suppress(OSError):
+                    (FUSE_CONNECTIONS / number.partition(":")[2] / "abort").write_text("1")
             _quietly("umount", "-l", str(self.path)) or _quietly("fusermount3", "-u", "-z", str(self.path))
         for pid in self.pids:
             with contextlib.suppress(OSError):
@@ -262,9 +264,18 @@ def mounted(
 
 def is_mounted(path: Path) -> bool:
     """Whether something is mounted at ``path``, from the mount table: asking ``path`` itself could hang."""
-    wanted = os.path.abspath(path)
+    return _device_of(path) is not None
+
+
+def _device_of(path: Path) -> str | None:
+    """``major:minor`` of what is mounted at ``path``, the topmost if several are."""
+    wanted, found = os.path.abspath(path), None
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
-        return any(line.split()[4].replace("\\040", " ") == wanted for line in table)
+        for line in table:
+            fields = line.split()
+            if fields[4].replace("\\040", " ") == wanted:
+                found = fields[2]
+    return found
 
 
 def _policy_text(
