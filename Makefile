@@ -1,5 +1,5 @@
 # `make test`, `make demo` and `make bench` do all their own set-up (tools/setup.sh).
-.PHONY: test test-all lint unit demo bench setup clean
+.PHONY: test lint unit demo bench setup clean
 .DEFAULT_GOAL := test
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -13,13 +13,8 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The suites that are known to pass on every run; test-all adds those still being brought in.
 test: lint
-	$(BIN)/python -m pytest -q tests/unit
-	$(BIN)/python -m pytest -q tests/mount/test_posix.py tests/mount/test_keeper.py -k "not userspace"
-
-test-all: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --durations=25
 
 # Without a mount: seconds.
 unit: setup

@@ -7,11 +7,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tierfs.testing.mounting import TestMount
+
+from .conftest import MODES, TEST_LIMIT, Mounter
 
 HERE = Path(__file__).parent
 
@@ -22,17 +25,29 @@ def need(*modules: str) -> None:
             pytest.skip(f"needs {module}")
 
 
-def job(script: str, *args: object) -> None:
-    done = subprocess.run(
+def start(script: str, *args: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-W", "ignore", HERE / script, *map(str, args)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=90,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    with process:
+        try:
+            output, _ = process.communicate(timeout=100)
+        except BaseException:
+            process.kill()
+            raise
+    assert process.returncode == 0, output[-4000:]
+
+
+def job(script: str, *args: object) -> None:
+    end(start(script, *args))
 
 
 def files(top: Path) -> list[Path]:
@@ -84,3 +99,24 @@ def test_trainer_rotates_and_resumes(mnt: TestMount) -> None:
     job("trainer_job.py", run, "resume")
     assert sorted(p.name for p in run.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-12"]
     same_on_archive(mnt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_tensorboard_reader_follows_the_writer(mounter: Mounter, mode: str, pauses: list[float]) -> None:
+    """Appended with flushes, read at the same time, over kills of the daemon where the mount outlives it."""
+    need("torch", "tensorboard")
+    steps = 1500
+    rules = [{"match": "**/events.out.tfevents.*", "ack": "nvme"}, {"match": "**"}]
+    with mounter(mode, rules=rules) as mnt, mnt.abort_after(TEST_LIMIT):
+        top = mnt.path / "runs" / "one"
+        top.mkdir(parents=True)
+        writer, reader = (start("tensorboard_job.py", what, top, steps) for what in ("write", "read"))
+        while writer.poll() is None and not any(path.stat().st_size > 20_000 for path in top.iterdir()):
+            time.sleep(0.05)
+        for _ in range(3 if mode == "passthrough" else 0):
+            pauses.append(mnt.strike())
+            time.sleep(0.7)
+        end(writer)
+        end(reader)
+        assert len(same_on_archive(mnt)) == 1
