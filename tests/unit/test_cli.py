@@ -263,6 +263,63 @@ def test_a_bad_policy_exits_2_with_its_line(config: Path, capsys: Capture) -> No
         assert err.count("\n") == 1
 
 
+def broken(text: str, base: Path) -> Iterator[tuple[str, str, str]]:
+    """Policies with one mistake each: (text, line and key, part of the message)."""
+
+    def changed(old: str, new: str) -> str:
+        assert text.count(old) == 1
+        return text.replace(old, new)
+
+    rules = text + 'rules:\n  - match: "**"\n'
+    tier = f"  nvme: {{kind: dir, path: {base}/"
+    yield changed("mode: userspace", "moed: auto"), ":2: moed: ", "did you mean 'mode'?"
+    yield changed("mode: userspace", "state: /x"), ":3: state: ", "duplicate key, first given on line 2"
+    yield changed("size: 1MiB", "sise: 1MiB"), ":5: tiers.memory.sise: ", "did you mean 'size'?"
+    yield changed("size: 1MiB", "size: 1MiB, size: 1MiB"), ":5: tiers.memory.size: ", "duplicate key"
+    yield changed("size: 1MiB", "size: 1Mb/s"), ":5: tiers.memory.size: ", "is not a size"
+    yield changed("size: 1MiB", "high: 120%"), ":5: tiers.memory.high: ", "out of range"
+    yield changed("size: 1MiB", "low: 90%"), ":5: tiers.memory.low: ", "is not below the high one"
+    yield changed("/archive", "/none"), ":6: tiers.archive.path: ", "does not exist; create it"
+    yield changed("/archive", "/mnt/in"), ":6: tiers.archive.path: ", "is inside the mountpoint"
+    yield changed("mount: ", f"mount: {base}/archive/in #"), ":1: mount: ", "is inside tier archive"
+    yield changed("mount: ", f"mount: {base}/gone #"), ":1: mount: ", "does not exist; create it"
+    yield changed("/state", "/mnt/state"), ":3: state: ", "is inside the mountpoint"
+    yield changed("/archive", "/link"), ":6: tiers.archive.path: ", "is also the path of tier memory"
+    yield text + tier + "archive/in}\n", ":7: tiers.nvme.path: ", "tier nvme is inside tier archive"
+    yield rules + "    ack: memry\n", ":9: rules[0].ack: ", "did you mean 'memory'?"
+    yield rules + "    ack: archive\n", ":9: rules[0].ack: ", "takes no writes itself"
+    yield rules + "    close: archiv\n", ":9: rules[0].close: ", "did you mean 'archive'?"
+    yield rules + "    fsync: archiv\n", ":9: rules[0].fsync: ", "did you mean 'archive'?"
+    yield rules + "    drain: archiv\n", ":9: rules[0].drain: ", "did you mean 'archive'?"
+    yield rules + "    keep: {archiv: all}\n", ":9: rules[0].keep.archiv: ", "did you mean 'archive'?"
+    yield text[: text.index("  memory")], ":4: tiers: ", "must be a mapping, not empty"
+    yield text.replace("mount: ", "mount: [", 1), ":2: (file): ", "is not valid YAML"
+    yield text + "limits: {drain: 2GiB}\n", ":7: limits.drain: ", "is not a rate"
+    yield text + "\udcff", ":7: (file): ", "is not UTF-8"
+
+
+def test_every_mistake_is_one_message_and_nothing_is_mounted(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def mounts(*_: object) -> int:
+        raise AssertionError("mounted")
+
+    fake_run_mount(monkeypatch, mounts)
+    (tmp_path / "archive/in").mkdir()
+    (tmp_path / "link").symlink_to("memory")
+    (tmp_path / "mnt/in").mkdir()
+    for text, where, says in broken(config.read_text(), tmp_path):
+        config.write_bytes(text.encode(errors="surrogateescape"))
+        for command in ("mount", "check"):
+            assert run(command, config) == 2, text
+            captured = capsys.readouterr()
+            assert captured.out == ""
+            assert captured.err.startswith(f"tierfs: {config}{where}"), captured.err
+            assert captured.err.count("\n") == 1
+            assert says in captured.err
+    assert not (tmp_path / "state").exists()
+
+
 def test_fsck(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     problems = [{"severity": "error", "what": "digest", "path": "a"}]
     fake = types.ModuleType("tierfs.fsck")

@@ -238,6 +238,39 @@ MISTAKES = {
         "rules[0].close",
         "is not the only tier used, nvme; use one of ack, nvme",
     ),
+    "ack the archive": (
+        "    ack: nvme",
+        "    ack: archive",
+        20,
+        "rules[0].ack",
+        "archive is the archive, which takes no writes itself; use one of memory, nvme; with close: archive",
+    ),
+    "close tier": ("    close: ack", "    close: nvm", 26, "rules[1].close", "did you mean 'nvme'?"),
+    "duplicate key of a tier": ("    huge: always", "    size: 1GiB", 10, "tiers.memory.size", "first given on line 8"),
+    "duplicate keep": ("archive: all", "nvme: all", 29, "rules[1].keep.nvme", "duplicate key"),
+    "duplicate limit": ("  transfers: 8", "  drain: 1GiB/s", 32, "limits.drain", "first given on line 31"),
+    "keep not a mapping": (
+        "{memory: none, nvme: watermark, archive: all}",
+        "all",
+        29,
+        "rules[1].keep",
+        "must be a mapping, not text",
+    ),
+    "rule not a mapping": (
+        '- match: "**/*.log"\n    ack: nvme\n    drain: none',
+        "- x",
+        19,
+        "rules[0]",
+        "must be a mapping, not text",
+    ),
+    "limits not a mapping": (
+        "limits:\n  drain: 2GiB/s\n  transfers: 8",
+        "limits: 8",
+        30,
+        "limits",
+        "must be a mapping, not a number ('8')",
+    ),
+    "unclosed bracket": ("numa: [2, 3]", "numa: [2, 3", 10, "(file)", "not valid YAML"),
     "rate": ("drain: 2GiB/s", "drain: 2GiB", 31, "limits.drain", "such as 2GiB/s"),
     "rate zero": ("drain: 2GiB/s", "drain: 0/s", 31, "limits.drain", "at least 1B/s"),
     "transfers zero": ("transfers: 8", "transfers: 0", 32, "limits.transfers", "from 1 to 64"),
@@ -270,11 +303,12 @@ def test_mistake(old: str, new: str, line: int, key: str, says: str) -> None:
         ("# nothing\n", "(file)", "is empty"),
         ("[1]", "(file)", "must be a mapping"),
         ("mode: auto", "tiers", "tiers is missing"),
-        ("tiers: {}", "tiers", "at least one tier"),
+        ("tiers: {}", "tiers", "at least two tiers"),
         ("tiers:", "tiers", "must be a mapping, not empty"),
         ("tiers: {m: {kind: memory, size: 1GiB}}", "tiers.m.kind", "must be kind dir"),
+        ("tiers: {a: {kind: dir, path: /a}}", "tiers", "a is the only tier; the archive takes no writes"),
         ("tiers: {m: {kind: memory, path: /m, numa: [1]}}", "tiers.m.numa", "without a path"),
-        ("tiers: {a: {kind: dir, path: /a}}\nrules: {match: x}", "rules", "must be a list"),
+        (SMALL + "rules: {match: x}", "rules", "must be a list"),
         ("[" * 5000, "(file)", "nested too deeply"),
         ('a: "\\UFFFFFFFF"', "(file)", "is not valid YAML"),
         ("&a [*a]", "(file)", "must be a mapping"),
@@ -377,6 +411,33 @@ def test_paths_refused(tree: Path, old: str, new: str, line: int, key: str, says
         check_paths(load_policy(file))
     assert str(caught.value).startswith(f"{file}:{line}: {key}: ")
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mountpoint", "line", "key", "says"),
+    [
+        ("nvme/in", 6, "tiers.nvme.path", "is inside tier nvme"),
+        ("state/in", 8, "state", "is inside the state directory"),
+        ("", 3, "tiers.shm.path", "is inside the mountpoint"),
+    ],
+)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_mountpoint_of_the_command_line_that_collides(
+    tree: Path, named: bool, mountpoint: str, line: int, key: str, says: str
+) -> None:
+    file = tree / "p.yaml"
+    file.write_text(PATHS.format(tree) if named else PATHS.format(tree).replace(f"mount: {tree}/mnt", "#"))
+    with pytest.raises(ConfigError) as caught:
+        check_paths(load_policy(file, mountpoint=tree / mountpoint))
+    assert str(caught.value).startswith(f"{file}:{line}: {key}: ")
+    assert says in str(caught.value)
+
+
+def test_a_mountpoint_of_the_command_line_that_is_missing(tree: Path) -> None:
+    file = tree / "p.yaml"
+    file.write_text(PATHS.format(tree))
+    with pytest.raises(ConfigError, match=r"^the mountpoint /.*/gone does not exist; create it"):
+        check_paths(load_policy(file, mountpoint=tree / "gone"))
 
 
 def test_paths_without_the_source(tree: Path) -> None:

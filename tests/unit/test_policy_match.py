@@ -131,7 +131,7 @@ def test_explain() -> None:
         "close": "ack",
         "fsync": "nvme",
         "drain": "archive",
-        "keep": {"memory": "none", "nvme": "watermark", "archive": "watermark"},
+        "keep": {"memory": "none", "nvme": "watermark", "archive": "all"},
     }
     assert explain(policy, b"x.log")["drain"] == "none"
     assert json.loads(json.dumps(explain(policy, b"\xff")))["path"] == "\udcff"

@@ -55,29 +55,29 @@ def mount(config: Path, mountpoint: Path | None, foreground: bool) -> int:
     if policy.mount is None:
         raise UsageError(f"no mountpoint: give one after {config}, or write `mount:` in it")
     target = Path(os.path.realpath(policy.mount))
-    check_mountpoint(target)
+    check_not_mounted(target)
     check_paths(policy)
+    check_empty(target)
     return _in_foreground(policy, target, config) if foreground else _in_background(policy, target, config)
 
 
-def check_mountpoint(mountpoint: Path) -> None:
-    """UsageError unless ``mountpoint`` is an empty directory on which no tierfs is mounted."""
+def check_not_mounted(mountpoint: Path) -> None:
+    """UsageError when a tierfs is mounted on ``mountpoint``; asks the mount itself nothing."""
     for record in list_mounts():
         if record.mountpoint == str(mountpoint):
             raise UsageError(f"{mountpoint} is already mounted, from {record.config}; `tierfs umount` ends it")
     if mount_table().get(str(mountpoint)) == "fuse.tierfs":
         raise UsageError(f"{mountpoint} is already a tierfs mount; `umount` it first")
+
+
+def check_empty(mountpoint: Path) -> None:
+    """UsageError unless the directory ``mountpoint`` is empty."""
     try:
         with os.scandir(mountpoint) as entries:
             if next(entries, None) is not None:
                 raise UsageError(f"mountpoint {mountpoint} is not empty; the mount would hide what is in it")
-    except FileNotFoundError:
-        raise UsageError(f"mountpoint {mountpoint} does not exist; create the directory") from None
-    except NotADirectoryError:
-        raise UsageError(f"mountpoint {mountpoint} is not a directory") from None
     except OSError as error:
-        hint = "; a dead mount is there, umount it" if error.errno == errno.ENOTCONN else ""
-        raise UsageError(f"mountpoint {mountpoint}: {error.strerror}{hint}") from None
+        raise UsageError(f"mountpoint {mountpoint}: {error.strerror}") from None
 
 
 def _in_foreground(policy: Policy, mountpoint: Path, config: Path) -> int:

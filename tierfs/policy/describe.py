@@ -55,10 +55,14 @@ def check_summary(policy: Policy) -> dict[str, object]:
 
 
 def _treatment(policy: Policy, rule: Rule) -> dict[str, object]:
+    archive = policy.tiers[-1]
     return {
         "ack": rule.ack,
         "close": rule.close or "ack",
         "fsync": rule.fsync or "ack",
         "drain": rule.drain or "none",
-        "keep": {tier.name: rule.keep.get(tier.name, Keep.WATERMARK).value for tier in policy.tiers},
+        "keep": {
+            tier.name: rule.keep.get(tier.name, Keep.WATERMARK).value if tier is not archive else Keep.ALL.value
+            for tier in policy.tiers
+        },
     }

@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 import stat
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import yaml
 
@@ -38,6 +39,7 @@ _HUGE = ("never", "within_size", "always", "advise")
 _KEEPS = tuple(keep.value for keep in Keep)
 _RESERVED = ("ack", "none")
 _TIER_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
+_TWO_TIERS = "list at least two tiers: one that acknowledges writes, then the archive, of kind dir"
 _OBJECT = "use kind: dir with the path of a mounted file system"
 _UNSUPPORTED_POLICY = {"policy": "remove it and write rules"}
 _UNSUPPORTED_TIER = {
@@ -102,11 +104,18 @@ def parse_policy(text: str, source: str, *, mountpoint: Path | None = None) -> P
 def check_paths(policy: Policy) -> None:
     """Look at the directories that ``policy`` names: all there, none inside another where that would do harm.
 
-    Lines are found by reading ``policy.source`` again; without it the message says line 1. Raises ConfigError.
+    Lines are found by reading ``policy.source`` again; without it the message says line 1. What is wrong with a
+    mountpoint that the command line names, not the file, is said of the key that it collides with. Raises
+    ConfigError.
     """
-    lines = _source_lines(policy.source)
+    lines, named = _source_lines(policy.source)
+    in_file = policy.mount is None or not lines or named == str(policy.mount)
 
-    def refuse(key: str, problem: str, remedy: str) -> ConfigError:
+    def refuse(key: str, problem: str, remedy: str, collides: str = "") -> ConfigError:
+        if key == "mount" and not in_file:
+            if not collides:
+                return ConfigError(f"the mountpoint {problem}; {remedy}")
+            key = collides
         return _error(policy.source, lines.get(key, lines.get(key.rpartition(".")[0], 1)), key, problem, remedy)
 
     mount = None
@@ -123,9 +132,8 @@ def check_paths(policy: Policy) -> None:
         if mount is not None and real.is_relative_to(mount):
             raise refuse(key, f"{tier.path} is inside the mountpoint {mount}", "move the tier out of the mountpoint")
         if mount is not None and mount.is_relative_to(real):
-            raise refuse(
-                "mount", f"the mountpoint {mount} is inside tier {tier.name} ({real})", "mount outside every tier"
-            )
+            problem = f"the mountpoint {mount} is inside tier {tier.name} ({real})"
+            raise refuse("mount", problem, "mount outside every tier", key)
         for other, its in seen:
             if real == its:
                 raise refuse(
@@ -138,7 +146,8 @@ def check_paths(policy: Policy) -> None:
     _check_state(policy, mount, seen, refuse)
 
 
-_Refuse = Callable[[str, str, str], ConfigError]
+class _Refuse(Protocol):
+    def __call__(self, key: str, problem: str, remedy: str, collides: str = ...) -> ConfigError: ...
 
 
 def _check_state(policy: Policy, mount: Path | None, tiers: list[tuple[TierConfig, Path]], refuse: _Refuse) -> None:
@@ -150,7 +159,8 @@ def _check_state(policy: Policy, mount: Path | None, tiers: list[tuple[TierConfi
     if mount is not None and state.is_relative_to(mount):
         raise refuse("state", f"{policy.state} is inside the mountpoint {mount}", "choose a directory outside of it")
     if mount is not None and mount.is_relative_to(state):
-        raise refuse("mount", f"the mountpoint {mount} is inside the state directory {state}", "mount outside of it")
+        problem = f"the mountpoint {mount} is inside the state directory {state}"
+        raise refuse("mount", problem, "mount outside of it", "state")
     for tier, real in tiers:
         if real.is_relative_to(state):
             raise refuse("state", f"{policy.state} holds tier {tier.name} ({real})", "choose a directory of its own")
@@ -176,7 +186,10 @@ def _require_directory(path: Path, key: str, refuse: _Refuse) -> None:
     except FileNotFoundError:
         raise refuse(key, f"{path} does not exist", f"create it (mkdir -p {path}) or correct the path") from None
     except OSError as error:
-        raise refuse(key, f"{path} cannot be used ({error.strerror})", "correct the path or its mode") from error
+        remedy = "correct the path or its mode"
+        if error.errno == errno.ENOTCONN:
+            remedy = f"a dead mount is there, end it (umount {path})"
+        raise refuse(key, f"{path} cannot be used ({error.strerror})", remedy) from error
     if not is_directory:
         raise refuse(key, f"{path} is not a directory", "give the path of a directory")
 
@@ -185,17 +198,20 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _source_lines(source: str) -> dict[str, int]:
-    """Line of every mapping key of a policy file by key path, three levels deep; empty when it cannot be read."""
+def _source_lines(source: str) -> tuple[dict[str, int], str | None]:
+    """Line of every mapping key of a policy file by key path, three levels deep, and its ``mount`` as written; nothing
+    when it cannot be read."""
     lines: dict[str, int] = {}
+    mount = None
     try:
         level = [_compose(Path(source).read_text(encoding="utf-8-sig"), source)]
         for _ in range(3):
             level = [child for at in level if isinstance(at.node, yaml.MappingNode) for child in at.mapping().values()]
             lines |= {at.path: at.line for at in level}
+            mount = next((str(at.node.value) for at in level if at.path == "mount"), mount)
     except (OSError, ValueError, ConfigError):
-        pass  # the file has changed or gone since: the line is a convenience
-    return lines
+        return {}, None  # the file has changed or gone since: the line is a convenience
+    return lines, None if mount is None else str(Path(mount))
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,14 +345,14 @@ def _compose(text: str, source: str) -> _At:
     except RecursionError:
         raise _error(source, 1, _TOP, "is nested too deeply", "a policy needs four levels at most") from None
     if node is None:
-        raise _error(source, 1, _TOP, "is empty", "write at least tiers with one tier of kind dir")
+        raise _error(source, 1, _TOP, "is empty", "write at least tiers: a fast one and the archive")
     return _At(source, "", node.start_mark.line + 1, node)
 
 
 def _tiers(at: _At) -> tuple[TierConfig, ...]:
     entries = at.mapping()
     if not entries:
-        raise at.error("is empty", "list at least one tier of kind dir, the archive")
+        raise at.error("is empty", _TWO_TIERS)
     for name, entry in entries.items():
         if name in _RESERVED:
             raise entry.error(f"{name} is a word of its own in rules", "choose another name for the tier")
@@ -352,6 +368,8 @@ def _tiers(at: _At) -> tuple[TierConfig, ...]:
                 raise kind.error("the last tier is the archive and must be kind dir", "add a tier of kind dir after it")
             if index > 0:
                 raise kind.error("a memory tier must be the first tier", f"move {tier.name} to the top of tiers")
+    if len(tiers) < 2:
+        raise at.error(f"{tiers[0].name} is the only tier; the archive takes no writes itself", _TWO_TIERS)
     return tiers
 
 
@@ -436,7 +454,7 @@ def _rule(at: _At, tiers: tuple[TierConfig, ...]) -> Rule:
     if "match" not in fields:
         raise at.error("match is missing", 'write a pattern, such as match: "**/*.pt"', key="match")
     order = [tier.name for tier in tiers]
-    ack = _tier_name(fields["ack"], order) if "ack" in fields else order[0]
+    ack = _ack(fields["ack"], order) if "ack" in fields else order[0]
     drain: str | None = order[-1]
     if "drain" in fields:
         drain = _tier_name(fields["drain"], order, word="none")
@@ -478,6 +496,17 @@ def _tier_name(at: _At, order: list[str], *, word: str | None = None) -> str:
     name = at.text(f"use one of {_listed(valid)}")
     if name not in valid:
         raise at.error(f"there is no tier {_quote(name)}", _nearest(name, valid))
+    return name
+
+
+def _ack(at: _At, order: list[str]) -> str:
+    name = _tier_name(at, order)
+    if name == order[-1]:
+        above = f"use one of {_listed(order[:-1])}"
+        raise at.error(
+            f"{name} is the archive, which takes no writes itself",
+            f"{above}; with close: {name} close() waits until the file is on the archive",
+        )
     return name
 
 
