@@ -16,7 +16,16 @@ import xxhash
 from tierfs.durable import TemporaryFile, create_temporary
 from tierfs.errors import SourceChanged
 from tierfs.tiers import copy as copying
-from tierfs.tiers.copy import CHUNK, Destination, PipelinedCopy, copy_file, copy_range, digest_file
+from tierfs.tiers.copy import (
+    CHUNK,
+    Destination,
+    PipelinedCopy,
+    chunk_digest,
+    copy_file,
+    copy_range,
+    data_end,
+    digest_file,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 disks = importlib.import_module("conftest_disks")
@@ -230,13 +239,13 @@ def test_a_full_disk(memory: Path, disk: Path, files: Files) -> None:
 def test_pipelined(memory: Path, files: Files) -> None:
     data = random.Random(5).randbytes(7 * CHUNK + 321)
     src, temp = make(memory, data[: 3 * CHUNK + 5]), files.temp()
-    pipeline = PipelinedCopy(src, temp)
-    assert pipeline.advance(10) == 0
-    assert pipeline.advance(3 * CHUNK + 5) == 3 * CHUNK
-    assert pipeline.advance(3 * CHUNK + 5) == 0
+    pipeline = PipelinedCopy(temp)
+    assert pipeline.advance(src, 10) == 0
+    assert pipeline.advance(src, 3 * CHUNK + 5) == 3 * CHUNK
+    assert pipeline.advance(src, 3 * CHUNK + 5) == 0
     os.pwrite(src, data[3 * CHUNK + 5 :], 3 * CHUNK + 5)
-    assert pipeline.advance(9 * CHUNK) == 4 * CHUNK, "a size beyond the end is no error"
-    assert pipeline.finish(len(data)) == reference(data)
+    assert pipeline.advance(src, 9 * CHUNK) == 4 * CHUNK, "a size beyond the end is no error"
+    assert pipeline.finish(src, len(data)) == reference(data)
     assert pipeline.recopied == 0
     assert content(temp) == data
     os.close(src)
@@ -245,16 +254,56 @@ def test_pipelined(memory: Path, files: Files) -> None:
 def test_pipelined_source_changed_and_shrank(memory: Path, files: Files) -> None:
     src, temp = make(memory, random.Random(6).randbytes(6 * CHUNK)), files.temp()
     seen: list[int] = []
-    pipeline = PipelinedCopy(src, temp, throttle=seen.append)
-    pipeline.advance(6 * CHUNK)
-    seen.clear()
+    pipeline = PipelinedCopy(temp)
+    pipeline.advance(src, 6 * CHUNK)
     os.pwrite(src, b"changed", CHUNK + 10)
     os.ftruncate(src, 3 * CHUNK + 50)
     data = os.pread(src, 1 << 30, 0)
-    assert pipeline.finish(len(data)) == reference(data)
+    assert pipeline.finish(src, len(data), throttle=seen.append) == reference(data)
     assert sorted(seen) == [50, CHUNK]
     assert content(temp) == data
     os.close(src)
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_pipelined_tells_the_chunk_digests(memory: Path, files: Files, stable: bool) -> None:
+    data = random.Random(8).randbytes(3 * CHUNK + 9)
+    src, temp = make(memory, data), files.temp()
+    pipeline = PipelinedCopy(temp)
+    pipeline.advance(src, 2 * CHUNK)
+    os.pwrite(src, b"changed", CHUNK)
+    data = os.pread(src, 1 << 30, 0)
+    found: list[bytes] = []
+    assert pipeline.finish(src, len(data), stable=stable, digests=found) == reference(data)
+    assert found == [chunk_digest(data[o : o + CHUNK]) for o in range(0, len(data), CHUNK)]
+    again: list[bytes] = []
+    copy_file(src, files.temp(), len(data), stable=stable, digests=again)
+    assert again == found
+    assert content(temp) == data
+    os.close(src)
+
+
+def test_front_is_what_is_copied_without_a_gap(memory: Path, files: Files) -> None:
+    src = make(memory, b"x" * (3 * CHUNK))
+    pipeline = PipelinedCopy(files.temp())
+    assert pipeline.front == 0
+    pipeline.advance(src, 2 * CHUNK + 1)
+    assert pipeline.front == 2 * CHUNK
+    left = iter([False, True])
+    with pytest.raises(SourceChanged):
+        PipelinedCopy(files.temp(), streams=1).advance(src, 3 * CHUNK, cancelled=lambda: next(left))
+    os.close(src)
+
+
+def test_data_ends_at_the_first_hole(memory: Path) -> None:
+    """safetensors sets the full size before it writes anything."""
+    fd = make(memory, b"x" * CHUNK)
+    assert data_end(fd, 0) == data_end(fd, 4096) == CHUNK
+    os.ftruncate(fd, 4 * CHUNK)
+    assert data_end(fd, 0) == CHUNK
+    assert data_end(fd, CHUNK) == CHUNK
+    assert data_end(fd, 5 * CHUNK) == 5 * CHUNK
+    os.close(fd)
 
 
 def test_pipelined_early_ftruncate(memory: Path, files: Files) -> None:
@@ -262,10 +311,10 @@ def test_pipelined_early_ftruncate(memory: Path, files: Files) -> None:
     data = random.Random(7).randbytes(4 * CHUNK + 1)
     src, temp = make(memory, b""), files.temp()
     os.ftruncate(src, len(data))
-    pipeline = PipelinedCopy(src, temp)
-    pipeline.advance(len(data))
+    pipeline = PipelinedCopy(temp)
+    pipeline.advance(src, len(data))
     os.pwrite(src, data, 0)
-    assert pipeline.finish(len(data)) == reference(data)
+    assert pipeline.finish(src, len(data)) == reference(data)
     assert pipeline.recopied == 4 * CHUNK
     assert content(temp) == data
     os.close(src)
@@ -273,10 +322,10 @@ def test_pipelined_early_ftruncate(memory: Path, files: Files) -> None:
 
 def test_pipelined_empty_and_cancelled(memory: Path, files: Files) -> None:
     src = make(memory, b"x" * CHUNK)
-    assert PipelinedCopy(src, files.temp()).finish(0) == reference(b"")
-    pipeline = PipelinedCopy(src, files.temp(), cancelled=lambda: True)
+    assert PipelinedCopy(files.temp()).finish(src, 0) == reference(b"")
+    pipeline = PipelinedCopy(files.temp())
     with pytest.raises(SourceChanged):
-        pipeline.advance(CHUNK)
+        pipeline.advance(src, CHUNK, cancelled=lambda: True)
     pipeline.close()
     os.close(src)
 

@@ -325,17 +325,21 @@ class OpenFiles:
                 self.queue_copies(closed, rule, now)
         return closed
 
-    def queue_copies(self, closed: Replica, rule: Rule, now: int) -> None:
-        """One queue entry for each tier below the ack tier down to the rule's drain target."""
+    def copy_targets(self, tier: str, rule: Rule) -> list[str]:
+        """Persistent tiers that are to hold what was closed on ``tier``, itself included, fastest first."""
         if rule.drain is None:
-            return
-        names = [tier.name for tier in self.policy.tiers]
-        for name in names[: names.index(rule.drain) + 1]:
-            if not self.policy.tier(name).persistent:
-                continue
-            if name == names[-1]:
+            return []
+        names = [config.name for config in self.policy.tiers]
+        wanted = names[: names.index(rule.drain) + 1]
+        return [name for name in wanted[names.index(tier) :] if self.policy.tier(name).persistent]
+
+    def queue_copies(self, closed: Replica, rule: Rule, now: int) -> None:
+        """One queue entry for each tier from the ack tier down to the rule's drain target."""
+        archive = self.policy.tiers[-1].name
+        for name in self.copy_targets(closed.tier, rule):
+            if name == archive:
                 self.catalog.log(OpKind.CONTENT, closed.ino, now, arg=closed.version)
-            elif name == closed.tier or names.index(name) > names.index(closed.tier):
+            else:
                 self.catalog.queue_drain(closed.ino, closed.version, name)
 
     def remove_content(self, ino: int) -> None:

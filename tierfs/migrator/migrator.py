@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 import trio
 
 from tierfs.catalog import Catalog
-from tierfs.durable import TemporaryFile
 from tierfs.errors import DigestMismatch, FsError, NotDurableInTime, SourceChanged, TierError
 from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive, Ready
 from tierfs.migrator.throttle import Throttle
-from tierfs.migrator.transfer import Transfer, copy_to_store, recall_file, remove_files
+from tierfs.migrator.transfer import Copied, Early, Transfer, copy_to_store, recall_file, remove_files
 from tierfs.plan.drain import SMALL, Pending, plan_drain
 from tierfs.plan.evict import Candidate, plan_evict
 from tierfs.policy.model import Keep, Policy, TierConfig
@@ -39,6 +38,12 @@ EVICT_WINDOW = 4096
 BREATH = 0.02
 """Seconds between two looks at the queues, so that a burst of closes is planned once, not once each."""
 SYNC_SECONDS = 2.0
+EARLY = 64 << 20
+"""A file is copied while it is still being written once it has this many bytes: smaller ones are closed soon."""
+EARLY_STEP = 16 << 20
+"""New bytes that make another step of such a copy worth a thread's while."""
+WATCH_SECONDS = 0.25
+"""Between two looks at the files open for writing; with passthrough nobody tells the daemon that they grow."""
 REPLAY_SECONDS = 0.2
 """Between two batches of the archive, so that they grow large; a flush does not wait for it."""
 
@@ -65,11 +70,16 @@ class Migrator:
     outages: dict[str, Outage] = field(default_factory=dict)
     last_errors: dict[str, str] = field(default_factory=dict)
     running: dict[tuple[int, int, str], Transfer] = field(default_factory=dict)
+    early: dict[tuple[int, int, str], Early] = field(default_factory=dict)
+    """Copies of versions that are, or a moment ago were, open for writing; no thread is in them unless ``running``
+    says so."""
     ready: dict[tuple[int, int], Ready] = field(default_factory=dict)
     doomed: list[tuple[str, str]] = field(default_factory=list)
     rate: float = 0.0
     _kick: trio.Event = field(default_factory=trio.Event)
     _progress: trio.Event = field(default_factory=trio.Event)
+    _quiet: list[int] = field(default_factory=list)
+    """Inodes of which no copy may start: somebody waits in `quiesce` until none runs."""
     _replaying: bool = False
     _removing: bool = False
 
@@ -95,12 +105,19 @@ class Migrator:
         self._kick.set()
 
     async def quiesce(self, ino: int) -> None:
-        """Stop every copy that reads from ``ino`` and wait until its threads are out of the file."""
-        mine = [transfer for key, transfer in self.running.items() if key[0] == ino]
-        for transfer in mine:
-            transfer.cancel.set()
-        while any(transfer in self.running.values() for transfer in mine):
-            await self._progress.wait()
+        """Stop every copy that reads from ``ino`` and wait until its threads are out of the file.
+
+        A copy maps its source only while the file has no writer, and SIGBUS needs a file that is cut off: so whoever
+        is about to truncate or to let a writer in calls this first and goes on to do it without giving way to other
+        tasks. That every truncation comes as a request, also with passthrough, makes this enough in both modes."""
+        self._quiet.append(ino)
+        try:
+            while mine := [transfer for key, transfer in self.running.items() if key[0] == ino]:
+                for transfer in mine:
+                    transfer.cancel.set()
+                await self._progress.wait()
+        finally:
+            self._quiet.remove(ino)
 
     # the loop
 
@@ -108,6 +125,7 @@ class Migrator:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._measure)
             nursery.start_soon(self._sync_now_and_then)
+            nursery.start_soon(self._watch_writers, nursery)
             while True:
                 began = time.perf_counter()
                 wake = await self._cycle(nursery)
@@ -146,6 +164,7 @@ class Migrator:
             if not self._replaying and not self._waits(self.archive_name):
                 self._replaying = True
                 nursery.start_soon(self._replay)
+        self._drop_early(nursery)
         self._evict()
         now = trio.current_time()
         for outage in self.outages.values():
@@ -188,7 +207,8 @@ class Migrator:
             return 5.0
         now = time.time_ns()
         small = sum(transfer.size < SMALL for transfer in self.running.values())
-        plan = plan_drain(self._queue(), self.running.keys(), slots, small, now, hurry=self.hurry > 0)
+        queue = [pending for pending in self._queue() if pending.ino not in self._quiet]
+        plan = plan_drain(queue, self.running.keys(), slots, small, now, hurry=self.hurry > 0)
         for pending in plan.start:
             transfer = Transfer(pending.ino, pending.version, pending.tier, pending.size)
             self.running[pending.ino, pending.version, pending.tier] = transfer
@@ -219,6 +239,10 @@ class Migrator:
 
     async def _copy_down(self, transfer: Transfer) -> None:
         source = self._source(transfer.ino, transfer.version)
+        early = self.early.pop((transfer.ino, transfer.version, transfer.tier), None)
+        if early is not None and (source is None or early.key != source.key):
+            await trio.to_thread.run_sync(early.discard)
+            early = None
         if source is None:
             return
         if source.tier == transfer.tier:
@@ -227,24 +251,101 @@ class Migrator:
         inode = self.files.inodes.get(transfer.ino)
         stable = inode is None or not inode.writers
         to_archive = transfer.tier == self.archive_name
-        target: ReplicaStore | TreeStore = self.tree if to_archive else self.stores[transfer.tier]
+        target = self._target(transfer.tier)
         key = self.files.new_key(transfer.ino)
 
-        def copy() -> tuple[TemporaryFile, bytes]:
-            return copy_to_store(source, self.stores[source.tier], target, key, transfer, self.throttle, stable=stable)
+        def copy() -> Copied:
+            return copy_to_store(
+                source, self.stores[source.tier], target, key, transfer, self.throttle, stable=stable, early=early
+            )
 
-        temp, digest = await trio.to_thread.run_sync(copy)
+        copied = await trio.to_thread.run_sync(copy)
         self._recovered(transfer.tier)
         attributes = self.catalog.attributes(transfer.ino)
         if attributes is None or attributes.version != transfer.version:
-            temp.discard()
+            copied.temp.discard()
             return
         if to_archive:
-            self.ready[transfer.ino, transfer.version] = Ready(temp, source.size, digest)
+            self.ready[transfer.ino, transfer.version] = Ready(copied.temp, source.size, copied.digest)
         else:
             store = self.stores[transfer.tier]
-            await trio.to_thread.run_sync(store.publish, temp, key)
-            self._landed(source, transfer.tier, key, digest)
+            await trio.to_thread.run_sync(store.publish, copied.temp, key)
+            self._landed(source, transfer.tier, key, copied.digest)
+
+    def _target(self, tier: str) -> ReplicaStore | TreeStore:
+        return self.tree if tier == self.archive_name else self.stores[tier]
+
+    # draining what is still being written
+
+    async def _watch_writers(self, nursery: trio.Nursery) -> None:
+        while True:
+            began = time.perf_counter()
+            if not self.paused:
+                self._start_early(nursery)
+            await trio.sleep(max(WATCH_SECONDS, 100 * (time.perf_counter() - began)))
+
+    def _start_early(self, nursery: trio.Nursery) -> None:
+        """Copy from large files open for writing, with the slots that closed ones leave."""
+        for inode in self.files.inodes.values():
+            source = inode.replica
+            if not inode.writers or source.state is not ReplicaState.OPEN:
+                continue
+            status = os.fstat(inode.fd)
+            size = min(status.st_size, 512 * status.st_blocks)
+            if size < EARLY or source.ino in self.files.orphans or source.ino in self._quiet:
+                continue
+            for tier in self.files.copy_targets(source.tier, inode.rule):
+                key = (source.ino, source.version, tier)
+                early = self.early.get(key)
+                due = size - (early.copy.front if early else 0) >= EARLY_STEP
+                if not due or tier == source.tier or key in self.running or self._waits(tier):
+                    continue
+                if len(self.running) >= self.policy.limits.transfers:
+                    return
+                transfer = Transfer(source.ino, source.version, tier, size)
+                self.running[key] = transfer
+                nursery.start_soon(self._advance_early, transfer, source)
+
+    async def _advance_early(self, transfer: Transfer, source: Replica) -> None:
+        """One step of a copy ahead of the close. Cancelled, it leaves what it has for the next step."""
+        key = (transfer.ino, transfer.version, transfer.tier)
+        try:
+            early = self.early.get(key)
+            if early is None:
+                temporary = self.files.new_key(transfer.ino)
+                early = await trio.to_thread.run_sync(Early.begin, source, self._target(transfer.tier), temporary)
+                self.early[key] = early
+            store, tier, advance = self.stores[source.tier], transfer.tier, early.advance
+            if not await trio.to_thread.run_sync(advance, source, store, tier, transfer, self.throttle):
+                await self._discard_early(key)
+            self._recovered(tier)
+        except SourceChanged:
+            pass
+        except TierError as error:
+            await self._discard_early(key)
+            if self._is_current(*key):
+                self._failed(transfer.tier, error)
+        finally:
+            del self.running[key]
+            self._advanced()
+
+    def _is_current(self, ino: int, version: int, _tier: str) -> bool:
+        """Whether this version is, or once closed will be, wanted anywhere."""
+        attributes = self.catalog.attributes(ino)
+        return attributes is not None and attributes.nlink > 0 and attributes.version == version
+
+    async def _discard_early(self, key: tuple[int, int, str]) -> None:
+        early = self.early.pop(key, None)
+        if early is not None:
+            await trio.to_thread.run_sync(early.discard)
+
+    def _drop_early(self, nursery: trio.Nursery) -> None:
+        """Copies of what was deleted or replaced before it was closed, or before its turn came."""
+        for key in [key for key in self.early if not self._is_current(*key)]:
+            if key in self.running:
+                self.running[key].cancel.set()
+            else:
+                nursery.start_soon(trio.to_thread.run_sync, self.early.pop(key).discard)
 
     def _landed(self, source: Replica, tier: str, key: str, digest: bytes) -> None:
         """A copy on a local tier is durable: one commit says so, and older versions there go."""

@@ -16,7 +16,8 @@ class Throttle:
         self._free_at = 0.0
         self.total = 0
 
-    def __call__(self, size: int) -> None:
+    def __call__(self, size: int, cancel: threading.Event | None = None) -> None:
+        """``cancel`` ends the wait: who asks a copy to stop must not wait for its turn."""
         with self._lock:
             self.total += size
             if self._rate is None:
@@ -24,5 +25,9 @@ class Throttle:
             now = time.monotonic()
             start = max(now, self._free_at)
             self._free_at = start + size / self._rate
-        if start > now:
+        if start <= now:
+            return
+        if cancel is None:
             time.sleep(start - now)
+        else:
+            cancel.wait(start - now)

@@ -11,12 +11,16 @@ from tierfs.durable import TemporaryFile
 from tierfs.errors import DigestMismatch, TierError
 from tierfs.migrator.throttle import Throttle
 from tierfs.tiers.base import ReplicaStore
-from tierfs.tiers.copy import copy_file, digest_file
+from tierfs.tiers.copy import CHUNK, PipelinedCopy, copy_file, data_end, digest_file
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import Replica
 
 STREAMS = 3
 """Chunks of one file in flight; two already keep an NVMe busy, the third hides the hashing."""
+
+MARGIN = CHUNK
+"""How far an early copy stays behind the end of the data: there the writer is at work (and a huge page of tmpfs is
+there as a whole once its first byte is written)."""
 
 
 @dataclass
@@ -30,6 +34,62 @@ class Transfer:
     cancel: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass
+class Early:
+    """A copy that began while its source was open for writing. Only ``finish`` makes it the copy of a version."""
+
+    key: str
+    """The source's replica file; a version that ends in another file has nothing to do with this copy."""
+    temp: TemporaryFile
+    copy: PipelinedCopy
+
+    @classmethod
+    def begin(cls, source: Replica, target: ReplicaStore | TreeStore, key: str) -> Early:
+        """Raises TierError."""
+        temp = target.temporary(key)
+        return cls(source.key, temp, PipelinedCopy(temp, streams=STREAMS))
+
+    def advance(
+        self, source: Replica, source_store: ReplicaStore, target: str, transfer: Transfer, throttle: Throttle
+    ) -> bool:
+        """Copy what has been written meanwhile. False when the file was cut off below what is copied, so that starting
+        over is the better choice. Raises TierError, SourceChanged."""
+        try:
+            fd = source_store.open(source.key)
+        except OSError as error:
+            raise TierError.of(source_store.name, "open", error) from error
+        try:
+            front = self.copy.front
+            if os.fstat(fd).st_size < front:
+                return False
+            end = data_end(fd, front) - MARGIN
+            self.copy.advance(fd, end, throttle=_turns(throttle, transfer), cancelled=transfer.cancel.is_set)
+            return True
+        except OSError as error:
+            raise TierError.of(target, "write", error) from error
+        finally:
+            os.close(fd)
+
+    def discard(self) -> None:
+        """Remove what was copied. Blocks."""
+        self.copy.close()
+        self.temp.discard()
+
+
+def _turns(throttle: Throttle, transfer: Transfer) -> Callable[[int], None]:
+    return lambda size: throttle(size, transfer.cancel)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A complete, synced copy that has no name yet."""
+
+    temp: TemporaryFile
+    digest: bytes
+    chunks: list[bytes]
+    """Digests of the chunks."""
+
+
 def copy_to_store(
     source: Replica,
     source_store: ReplicaStore,
@@ -39,8 +99,9 @@ def copy_to_store(
     throttle: Throttle,
     *,
     stable: bool,
-) -> tuple[TemporaryFile, bytes]:
-    """Copy ``source`` into a temporary file of ``target``, synced: (file, digest).
+    early: Early | None = None,
+) -> Copied:
+    """Copy ``source`` into a temporary file of ``target``, synced, or complete what ``early`` (taken over) began.
 
     ``stable`` says that nobody can write to the source; otherwise it is read again after the copy and the
     copy is void (DigestMismatch) when it changed. Raises TierError, SourceChanged.
@@ -48,26 +109,38 @@ def copy_to_store(
     try:
         fd = source_store.open(source.key)
     except OSError as error:
+        if early is not None:
+            early.discard()
         raise TierError.of(source_store.name, "open", error) from error
+    cancelled, turns = transfer.cancel.is_set, _turns(throttle, transfer)
+    chunks: list[bytes] = []
     try:
-        temp = target.temporary(key)
+        temp = target.temporary(key) if early is None else early.temp
         try:
-            digest = copy_file(
-                fd,
-                temp,
-                source.size,
-                streams=STREAMS,
-                throttle=throttle,
-                cancelled=transfer.cancel.is_set,
-                stable=stable,
-            )
+            if early is None:
+                digest = copy_file(
+                    fd,
+                    temp,
+                    source.size,
+                    streams=STREAMS,
+                    throttle=turns,
+                    cancelled=cancelled,
+                    stable=stable,
+                    digests=chunks,
+                )
+            else:
+                digest = early.copy.finish(
+                    fd, source.size, throttle=turns, cancelled=cancelled, stable=stable, digests=chunks
+                )
             os.fsync(temp.fd)
-            if not stable and digest_file(fd, source.size, cancelled=transfer.cancel.is_set) != digest:
+            if not stable and digest_file(fd, source.size, cancelled=cancelled) != digest:
                 raise DigestMismatch(f"inode {source.ino} changed while it was copied")
         except BaseException:
+            if early is not None:
+                early.copy.close()
             temp.discard()
             raise
-        return temp, digest
+        return Copied(temp, digest, chunks)
     except OSError as error:
         raise TierError.of(target.name, "write", error) from error
     finally:

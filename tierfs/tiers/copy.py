@@ -12,12 +12,13 @@ Three ways to get a chunk:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 import xxhash
@@ -84,6 +85,31 @@ def _map(fd: int, size: int) -> mmap.mmap | None:
     if size == 0 or not _is_tmpfs(fd) or os.fstat(fd).st_size < size or os.lseek(fd, 0, os.SEEK_HOLE) < size:
         return None
     return mmap.mmap(fd, size, prot=mmap.PROT_READ)
+
+
+@contextlib.contextmanager
+def _mapping(fd: int, size: int) -> Iterator[memoryview | None]:
+    """`_map` for the time of a block."""
+    mapping = _map(fd, size)
+    if mapping is None:
+        yield None
+        return
+    view = memoryview(mapping)
+    try:
+        yield view
+    finally:
+        view.release()
+
+
+def data_end(fd: int, start: int) -> int:
+    """Offset up to which the file has data without a hole from ``start`` on, in bytes; ``start`` if it ends before.
+    A size set ahead by ftruncate is no data. Raises OSError."""
+    try:
+        return os.lseek(fd, start, os.SEEK_HOLE)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return start
 
 
 class Destination:
@@ -226,11 +252,13 @@ def copy_file(
     throttle: Throttle | None = None,
     cancelled: Callable[[], bool] | None = None,
     stable: bool = False,
+    digests: list[bytes] | None = None,
 ) -> bytes:
     """Copy the first ``size`` bytes of ``src_fd`` into ``temp`` (not synced): the tree digest of what was written.
 
-    ``stable`` promises that nobody truncates the source meanwhile; only then may it be mapped. Raises OSError;
-    SourceChanged when ``cancelled`` says so or the source is shorter than ``size``.
+    ``stable`` promises that nobody truncates the source meanwhile; only then may it be mapped. ``digests`` receives
+    those of the chunks. Raises OSError; SourceChanged when ``cancelled`` says so or the source is shorter than
+    ``size``.
     """
     with Destination(temp.fd) as dst:
         if size <= SMALL:
@@ -238,26 +266,23 @@ def copy_file(
                 raise SourceChanged("the copy was cancelled")
             if throttle is not None:
                 throttle(size)
-            digests = [copy_range(src_fd, dst, 0, size)] if size else []
+            found = [copy_range(src_fd, dst, 0, size)] if size else []
         else:
             if size > PREALLOCATE_ABOVE:
                 dst.preallocate(size)
             dst.prefer_direct()
-            source = _map(src_fd, size) if stable else None
-            mapped = memoryview(source) if source is not None else None
             offsets = range(0, size, CHUNK)
-            digests = [b""] * len(offsets)
+            found = [b""] * len(offsets)
+            with _mapping(src_fd, size if stable else 0) as mapped:
 
-            def work(offset: int, length: int) -> None:
-                digests[offset // CHUNK] = copy_range(src_fd, dst, offset, length, mapped)
+                def work(offset: int, length: int) -> None:
+                    found[offset // CHUNK] = copy_range(src_fd, dst, offset, length, mapped)
 
-            try:
                 _each(offsets, size, work, streams, throttle, cancelled)
-            finally:
-                if mapped is not None:
-                    mapped.release()
         dst.truncate(size)
-    return tree_digest(digests)
+    if digests is not None:
+        digests[:] = found
+    return tree_digest(found)
 
 
 def digest_file(
@@ -280,79 +305,101 @@ def digest_file(
 
 
 class PipelinedCopy:
-    """A copy that starts while the source is still being written. Call it from one thread at a time."""
+    """A copy that starts while the source is still being written. Call it from one thread at a time; each call may come
+    with another descriptor of the same source.
 
-    def __init__(
-        self,
-        src_fd: int,
-        temp: TemporaryFile,
-        *,
-        streams: int = 2,
-        throttle: Throttle | None = None,
-        cancelled: Callable[[], bool] | None = None,
-    ) -> None:
-        self._src = src_fd
+    Whoever writes to the source may do so at any moment, also while a chunk is copied. So a chunk's digest is that of
+    the bytes sent to the destination, taken from a buffer that nobody else knows, and the chunk counts only if the
+    source still has that digest once it is closed. Writing from a mapping would cost less, but then the digest and
+    the write are two looks at the source, and a byte that changed between them and changed back passes unnoticed.
+    """
+
+    def __init__(self, temp: TemporaryFile, *, streams: int = 2) -> None:
         self._dst = Destination(temp.fd)
         self._streams = streams
-        self._throttle = throttle
-        self._cancelled = cancelled
         self._digests: dict[int, bytes] = {}
+        self._front = 0
         self.recopied = 0
         """Bytes that ``finish`` had to copy again because they had changed."""
 
-    def advance(self, size: int) -> int:
+    @property
+    def front(self) -> int:
+        """Everything below this offset, in bytes, is copied."""
+        while self._front in self._digests:
+            self._front += CHUNK
+        return self._front
+
+    def advance(
+        self,
+        src_fd: int,
+        size: int,
+        *,
+        throttle: Throttle | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> int:
         """Copy all whole chunks below ``size`` bytes not copied yet: the bytes copied now. A source that turns out
-        shorter is no error. Raises OSError, SourceChanged when cancelled."""
-        offsets = [o for o in range(0, size - CHUNK + 1, CHUNK) if o not in self._digests]
+        shorter is no error. Raises OSError; SourceChanged when cancelled, after which this can go on."""
+        offsets = [o for o in range(self.front, size - CHUNK + 1, CHUNK) if o not in self._digests]
         if not offsets:
             return 0
         self._dst.prefer_direct()
         before = len(self._digests)
 
         def work(offset: int, length: int) -> None:
-            data = _read(self._src, offset, length)
+            data = _read(src_fd, offset, length)
             if len(data) == length:
                 digest = chunk_digest(data)
                 self._dst.write(data, offset)
                 self._digests[offset] = digest
 
-        _each(offsets, size, work, self._streams, self._throttle, self._cancelled)
+        _each(offsets, size, work, self._streams, throttle, cancelled)
         return (len(self._digests) - before) * CHUNK
 
-    def finish(self, size: int) -> bytes:
+    def finish(
+        self,
+        src_fd: int,
+        size: int,
+        *,
+        throttle: Throttle | None = None,
+        cancelled: Callable[[], bool] | None = None,
+        stable: bool = False,
+        digests: list[bytes] | None = None,
+    ) -> bytes:
         """Complete the copy of the closed source of ``size`` bytes: the tree digest of what was written (not synced).
 
-        Every chunk copied earlier is hashed again in the source and copied again if it changed. Raises OSError;
-        SourceChanged when cancelled or the source is shorter than ``size``.
+        Every chunk copied earlier is hashed again in the source and copied again if it changed; ``throttle`` counts
+        only what is written. ``stable`` and ``digests`` as in `copy_file`. Raises OSError; SourceChanged when
+        cancelled or the source is shorter than ``size``.
         """
         early = self._digests
         offsets = range(0, size, CHUNK)
-        digests = [b""] * len(offsets)
+        found = [b""] * len(offsets)
         recopied: list[int] = []
         if size > PREALLOCATE_ABOVE:
             self._dst.preallocate(size)
         if size > SMALL:
             self._dst.prefer_direct()
 
-        def throttle(length: int) -> None:
-            """Nothing: only chunks that are really written count."""
+        with _mapping(src_fd, size if stable else 0) as mapped:
 
-        def work(offset: int, length: int) -> None:
-            data = _chunk(self._src, offset, length, None)
-            digest = chunk_digest(data)
-            if early.get(offset) != digest:
-                if self._throttle is not None:
-                    self._throttle(length)
-                self._dst.write(data, offset)
-                if offset in early:
-                    recopied.append(length)
-            digests[offset // CHUNK] = digest
+            def work(offset: int, length: int) -> None:
+                data = _chunk(src_fd, offset, length, mapped)
+                digest = chunk_digest(data)
+                if early.get(offset) != digest:
+                    if throttle is not None:
+                        throttle(length)
+                    self._dst.write(data, offset)
+                    if offset in early:
+                        recopied.append(length)
+                found[offset // CHUNK] = digest
 
-        _each(offsets, size, work, self._streams, throttle, self._cancelled)
+            _each(offsets, size, work, self._streams, None, cancelled)
         self._dst.truncate(size)
         self._dst.close()
         self.recopied = sum(recopied)
-        return tree_digest(digests)
+        if digests is not None:
+            digests[:] = found
+        return tree_digest(found)
 
     def close(self) -> None:
         """Stop using the destination; it stays as it is. Harmless after ``finish``."""
