@@ -41,9 +41,9 @@ def test_only_orphans_of_former_daemons_go(tmp_path: Path, many: int) -> None:
                 catalog.put_replica(Replica(Ino(ino), 1, name, ReplicaState.WRITTEN, named, 0, None))
                 kept |= {(name, named), (name, new)}
                 lost.add((name, orphan))
-    # A replica of another tier under the same key names no file here.
-    os.close(stores["nvme"].create("2-30"))
-    catalog.put_replica(Replica(Ino(2), 2, "memory", ReplicaState.WRITTEN, "2-30", 0, None))
+        # A replica of another tier under the same key names no file here.
+        os.close(stores["nvme"].create("2-30"))
+        catalog.put_replica(Replica(Ino(2), 2, "memory", ReplicaState.WRITTEN, "2-30", 0, None))
     lost.add(("nvme", "2-30"))
     old = [tier.temporary("2-40") for tier in (stores["nvme"], tree)]
     new = [tier.temporary("2-102") for tier in (stores["nvme"], tree)]
