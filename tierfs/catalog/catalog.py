@@ -301,6 +301,13 @@ class Catalog(Database):
             ),
         )
 
+    def close_replica(self, replica: Replica) -> None:
+        """Write state, size and digest of a replica that the catalog has."""
+        self._write(
+            "UPDATE replicas SET state=?, size=?, digest=? WHERE ino=? AND version=? AND tier=?",
+            (int(replica.state), replica.size, replica.digest, replica.ino, replica.version, replica.tier),
+        )
+
     def remove_replica(self, replica: Replica) -> None:
         self._write(
             "DELETE FROM replicas WHERE ino=? AND version=? AND tier=?", (replica.ino, replica.version, replica.tier)

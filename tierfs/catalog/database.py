@@ -157,7 +157,7 @@ class Database:
                 raise
             self._uncommitted += 1
         self._inside = False
-        if self._uncommitted >= self._commit_at or self._journal.used > COMMIT_BYTES:
+        if self._uncommitted >= self._commit_at or (self._journal.used > COMMIT_BYTES and self._commit_at == GROUP):
             # A full disk must not fail this operation, which the journal has: the next `commit` by name reports it.
             with contextlib.suppress(CatalogError):
                 self.commit()
@@ -187,7 +187,7 @@ class Database:
             self._run("COMMIT")
         except sqlite3.Error as error:
             self._roll_back()
-            self._commit_at = self._uncommitted + GROUP
+            self._commit_at = 2 * self._uncommitted  # each try executes all of them again
             raise CatalogError(f"catalog {self.path}: {error}") from error
         self._uncommitted = 0
         self._commit_at = GROUP

@@ -9,7 +9,8 @@ file each, so that the one before the current stays readable: it may hold the la
 A file is never truncated: each record's checksum is seeded with the generation, which ends the valid ones.
 
 File: 16 bytes ``magic, generation``, then records ``u32 length, u32 crc32(payload, generation), payload``, where
-the payload is `marshal` (format 4) of ``(request or None, inode, [(sql, parameters), ...])``.
+the payload is `marshal` (format 4) of ``(request or None, inode, [new sql, ...], [(number of sql, parameters), ...])``.
+A generation numbers the SQL texts in the order in which its records bring them.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Journal:
         self._fds: list[int] = []
         self.generation = 0
         self._offset = _HEADER.size
+        self._numbers: dict[str, int] = {}
+        """SQL text → its number in this generation"""
         try:
             for number in (0, 1):
                 fd = os.open(f"{path}.{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -64,6 +67,7 @@ class Journal:
         os.pwrite(self._fds[generation & 1], _HEADER.pack(MAGIC, generation), 0)
         self.generation = generation
         self._offset = _HEADER.size
+        self._numbers = {}
 
     def resume(self, generation: int) -> None:
         """Append after the valid records of ``generation``, beginning it if its file holds another."""
@@ -73,22 +77,33 @@ class Journal:
             return
         self.generation = generation
         self._offset = found[-1][1]
+        self._numbers = {}
+        for record, _ in found:
+            for sql, _ in record.statements:
+                self._numbers.setdefault(sql, len(self._numbers))
 
     def append(self, request: int | None, ino: int, statements: list[Statement]) -> None:
         """Commit one operation: it survives this process, not a power cut. Raises OSError; ENOSPC when the file is
         full."""
-        payload = marshal.dumps((request, ino, statements), _MARSHAL)
+        numbers = self._numbers
+        known = len(numbers)
+        numbered = [(numbers.setdefault(sql, len(numbers)), parameters) for sql, parameters in statements]
+        new = list(numbers)[known:] if len(numbers) > known else []
+        try:
+            self._append(marshal.dumps((request, ino, new, numbered), _MARSHAL))
+        except BaseException:
+            for sql in new:
+                del numbers[sql]
+            raise
+
+    def _append(self, payload: bytes) -> None:
         record = _RECORD.pack(len(payload), zlib.crc32(payload, self.generation)) + payload
-        if not self.fits(len(record)):
+        if self._offset + len(record) > SIZE:
             raise OSError(errno.ENOSPC, "the catalog's journal is full")
         written = os.pwrite(self._fds[self.generation & 1], record, self._offset)
         if written != len(record):
             raise OSError(errno.ENOSPC, "the catalog's journal was cut short")
         self._offset += written
-
-    def fits(self, size: int) -> bool:
-        """Whether ``size`` more bytes have room in the current file."""
-        return self._offset + size <= SIZE
 
     @property
     def used(self) -> int:
@@ -106,14 +121,16 @@ class Journal:
         if len(data) < _HEADER.size or _HEADER.unpack_from(data) != (MAGIC, generation):
             return
         offset = _HEADER.size
+        texts: list[str] = []
         while offset + _RECORD.size <= len(data):
             length, checksum = _RECORD.unpack_from(data, offset)
             payload = data[offset + _RECORD.size : offset + _RECORD.size + length]
             if not length or len(payload) < length or zlib.crc32(payload, generation) != checksum:
                 return
             offset += _RECORD.size + length
-            request, ino, statements = marshal.loads(payload)
-            yield Record(request, ino, statements), offset
+            request, ino, new, numbered = marshal.loads(payload)
+            texts += new
+            yield Record(request, ino, [(texts[number], parameters) for number, parameters in numbered]), offset
 
     def close(self) -> None:
         for fd in self._fds:

@@ -318,7 +318,7 @@ class OpenFiles:
         closed = replica._replace(state=ReplicaState.WRITTEN, size=status.st_size)
         now = time.time_ns()
         with self.catalog.transaction():
-            self.catalog.put_replica(closed)
+            self.catalog.close_replica(closed)
             self.space.add(closed.tier, closed.size - replica.size)
             named = self.catalog.close_content(replica.ino, status.st_size, status.st_blocks, status.st_mtime_ns)
             if named:

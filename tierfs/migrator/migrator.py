@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import trio
 
 from tierfs.catalog import Catalog
-from tierfs.errors import DigestMismatch, FsError, NotDurableInTime, SourceChanged, TierError
+from tierfs.errors import CatalogError, DigestMismatch, FsError, NotDurableInTime, SourceChanged, TierError
 from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive, Ready
 from tierfs.migrator.throttle import Throttle
@@ -143,10 +143,18 @@ class Migrator:
             last, at = self.throttle.total, now
 
     async def _sync_now_and_then(self) -> None:
+        failing = False
         while True:
             await trio.sleep(SYNC_SECONDS)
-            await self.sync()
-            self.catalog.checkpoint()
+            try:
+                await self.sync()
+                self.catalog.checkpoint()
+            except (CatalogError, OSError) as error:
+                if not failing:
+                    log.error("%s; nothing is lost yet, trying again until it works", error)
+                failing = True
+            else:
+                failing = False
 
     async def sync(self) -> None:
         """What the catalog says now is on stable storage: called before anything is claimed to be durable."""
@@ -225,6 +233,8 @@ class Migrator:
         except TierError as error:
             if self._source(transfer.ino, transfer.version) is not None:
                 self._failed(transfer.tier, error)
+        except (CatalogError, OSError) as error:
+            self._failed(transfer.tier, TierError(f"a copy on tier {transfer.tier} could not be recorded: {error}"))
         finally:
             del self.running[transfer.ino, transfer.version, transfer.tier]
             self._advanced()

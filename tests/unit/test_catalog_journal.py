@@ -1,0 +1,205 @@
+"""The catalog keeps every transaction that ended, whatever kills the process, and nothing of one that did not."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tierfs.catalog import Catalog
+from tierfs.catalog.database import GROUP, INO_BLOCK
+from tierfs.catalog.journal import SIZE, Journal
+from tierfs.errors import CatalogError, FsError
+from tierfs.types import ROOT_INO
+
+
+def make(catalog: Catalog, name: bytes, request: int | None = None) -> int:
+    with catalog.transaction() as transaction:
+        ino = catalog.add_inode(0o100644, 0, 0, 1).ino
+        catalog.add_entry(ROOT_INO, name, ino)
+        transaction.record(request, ino)
+    return ino
+
+
+def names(catalog: Catalog) -> list[bytes]:
+    return [entry.name for entry in catalog.entries(ROOT_INO, 0, 1 << 20)]
+
+
+def killed(catalog: Catalog, to: Path) -> Catalog:
+    """The catalog as the next process finds it when this one is killed now."""
+    to.mkdir()
+    for file in catalog.path.parent.iterdir():
+        if file.is_file() and not file.name.endswith("-shm"):
+            shutil.copy(file, to)
+    return Catalog(to / catalog.path.name)
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    catalog = Catalog(tmp_path / "catalog")
+    yield catalog
+    catalog.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 7])
+def test_a_killed_process_loses_no_transaction(catalog: Catalog, tmp_path: Path, count: int) -> None:
+    made = [(b"%d" % number, make(catalog, b"%d" % number, number)) for number in range(count)]
+    following = killed(catalog, tmp_path / "next")
+    assert names(following) == [name for name, _ in made]
+    assert [following.answered(number) for number in range(count)[-2:]] == [ino for _, ino in made[-2:]]
+    again = killed(following, tmp_path / "again")
+    assert names(again) == names(following)
+    again.close()
+    following.close()
+
+
+def test_a_clean_close_needs_no_journal(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "catalog")
+    last = make(catalog, b"file")
+    catalog.close()
+    for file in tmp_path.iterdir():
+        if file.name != "catalog":
+            file.unlink()
+    catalog = Catalog(tmp_path / "catalog")
+    assert names(catalog) == [b"file"]
+    assert make(catalog, b"next") == last + 1, "no inode number is skipped either"
+    catalog.close()
+
+
+def test_a_failed_transaction_takes_nothing_else_along(catalog: Catalog) -> None:
+    make(catalog, b"before")
+    with pytest.raises(FsError), catalog.transaction():  # noqa: PT012
+        catalog.touch_directory(ROOT_INO, 99)
+        catalog.add_entry(ROOT_INO, b"half", 7)
+        catalog.add_entry(ROOT_INO, b"before", 8)
+    make(catalog, b"after")
+    assert names(catalog) == [b"before", b"after"]
+    root = catalog.attributes(ROOT_INO)
+    assert root is not None
+    assert root.mtime_ns != 99
+
+
+def test_changes_outside_a_transaction_are_refused(catalog: Catalog) -> None:
+    with pytest.raises(AssertionError):
+        catalog.remove_entry(ROOT_INO, b"name")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_journal_ends_at_the_damage(catalog: Catalog, tmp_path: Path, seed: int) -> None:
+    """A power cut may leave any part of the journal unwritten: what follows a hole is not executed."""
+    rng = random.Random(seed)
+    for number in range(GROUP + 40):
+        make(catalog, b"%d" % number)
+    journals = sorted(tmp_path.glob("catalog-log.*"))
+    current = max(journals, key=lambda path: path.read_bytes()[8:16][::-1])
+    data = bytearray(current.read_bytes())
+    used = len(data.rstrip(b"\0"))
+    at = rng.randrange(16, used)
+    (tmp_path / "next").mkdir()
+    data[at : at + 512] = bytes(512)
+    for file in tmp_path.glob("catalog*"):
+        if file != current and not file.name.endswith("-shm"):
+            shutil.copy(file, tmp_path / "next")
+    (tmp_path / "next" / current.name).write_bytes(data)
+    following = Catalog(tmp_path / "next" / "catalog")
+    found = names(following)
+    assert found == [b"%d" % number for number in range(len(found))]
+    assert GROUP <= len(found) < GROUP + 40
+    assert following.check() == []
+    make(following, b"goes on")
+    following.close()
+
+
+def test_no_inode_number_is_given_twice(catalog: Catalog, tmp_path: Path) -> None:
+    highest = max(make(catalog, b"%d" % number) for number in range(10))
+    with catalog.transaction():
+        catalog.remove_entry(ROOT_INO, b"9")
+        catalog.set_links(highest, 0, 1)
+        catalog.drop_inodes([highest])
+    with pytest.raises(FsError), catalog.transaction():  # noqa: PT012
+        lost = catalog.add_inode(0o100644, 0, 0, 1).ino
+        catalog.add_entry(ROOT_INO, b"0", lost)
+    following = killed(catalog, tmp_path / "next")
+    fresh = make(following, b"fresh")
+    assert highest < lost < fresh <= lost + INO_BLOCK
+    following.close()
+
+
+def test_a_new_connection_forgets_requests(catalog: Catalog, tmp_path: Path) -> None:
+    make(catalog, b"file", 5)
+    following = killed(catalog, tmp_path / "next")
+    assert following.answered(5) is not None
+    following.forget_requests()
+    assert following.answered(5) is None
+    make(following, b"other", 6)
+    third = killed(following, tmp_path / "third")
+    assert third.answered(5) is None
+    assert third.answered(6) is not None
+    third.close()
+    following.close()
+
+
+def test_a_generation_does_not_read_the_records_of_another(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "log")
+    journal.begin(1)
+    for number in range(5):
+        journal.append(number, 0, [("one", (number,))])
+    journal.begin(3)
+    journal.append(7, 0, [("other", (b"x", None)), ("other", ("y", -1))])
+    assert [record.request for record in journal.records(3)] == [7]
+    assert next(journal.records(3)).statements == [("other", (b"x", None)), ("other", ("y", -1))]
+    assert list(journal.records(1)) == []
+    journal.close()
+
+
+def test_a_full_journal_refuses_and_keeps_what_it_has(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "log")
+    journal.begin(1)
+    count = 0
+    with pytest.raises(OSError, match="full"):  # noqa: PT012
+        while True:
+            journal.append(count, 0, [("sql", (bytes(100_000),))])
+            count += 1
+    assert count == SIZE // 100_100
+    with pytest.raises(OSError, match="full"):
+        journal.append(count, 0, [("a new text", (bytes(100_000),))])
+    journal.append(count, 0, [("a new text", (b"small",))])
+    assert [record.request for record in journal.records(1)] == list(range(count + 1))
+    journal.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
+def test_a_full_disk_loses_nothing_and_work_goes_on_once_there_is_room(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", disk], check=True)
+    try:
+        catalog = Catalog(disk / "catalog")
+        free = os.statvfs(disk)
+        filler = disk / "filler"
+        with filler.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
+        count = 0
+        with pytest.raises(OSError, match="full"):  # noqa: PT012
+            while True:
+                make(catalog, b"%d" % count)
+                count += 1
+                with catalog.transaction():
+                    catalog.set_xattr(ROOT_INO, b"user.%d" % (count % 8), os.urandom(10_000))
+        with pytest.raises(CatalogError, match="full"):
+            catalog.commit()
+        assert len(names(catalog)) == count > GROUP
+        filler.unlink()
+        catalog.commit()
+        make(catalog, b"more")
+        catalog.close()
+        catalog = Catalog(disk / "catalog")
+        assert len(names(catalog)) == count + 1
+        catalog.close()
+    finally:
+        subprocess.run(["umount", "-l", disk], check=False)
