@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from tierfs.fs.space import Space
 from tierfs.fuse.adapter import Adapter
 from tierfs.fuse.backing import BackingIds
 from tierfs.fuse.keeper import run_keeper
-from tierfs.fuse.session import KeeperSession
+from tierfs.fuse.session import KeeperSession, KeeperState
 from tierfs.migrator.migrator import Migrator
 from tierfs.migrator.recovery import reclaim_orphans, recover_lost_memory
 from tierfs.operations import Operations
@@ -190,8 +191,18 @@ async def _serve_kernel() -> None:
             raise
 
 
-def run_mount(policy: Policy, mountpoint: Path, config: Path, ready_fd: int | None) -> int:
-    """Mount and serve until unmounted. Writes ``ok`` or an error as JSON to ``ready_fd`` once decided."""
+def execute_again(config: Path, mountpoint: Path, state: KeeperState) -> None:
+    """Replace this process's program by the one on disk now, with ``config`` as it is now. Returns by OSError only."""
+    command = [sys.executable, "-m", "tierfs", "mount", "--resume", str(state.store()), str(config), str(mountpoint)]
+    search = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(search))})
+
+
+def run_mount(
+    policy: Policy, mountpoint: Path, config: Path, ready_fd: int | None, resume: KeeperState | None = None
+) -> int:
+    """Mount and serve until unmounted. Writes ``ok`` or an error as JSON to ``ready_fd`` once decided.
+    With ``resume`` go on with the mount of this process's former program."""
 
     def report(line: str) -> None:
         nonlocal ready_fd
@@ -223,6 +234,8 @@ def run_mount(policy: Policy, mountpoint: Path, config: Path, ready_fd: int | No
                 allow_other=policy.allow_other,
                 serve=serve,
                 log=logging.getLogger("tierfs.keeper"),
+                successor=functools.partial(execute_again, config, mountpoint),
+                resume=resume,
             )
     except TierfsError as error:
         log.error("%s", error)

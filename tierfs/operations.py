@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
+
+import trio
 
 from tierfs.catalog import Catalog
 from tierfs.errors import UsageError
@@ -16,6 +19,7 @@ from tierfs.fs.namespace import Namespace
 from tierfs.fs.space import Space
 from tierfs.fuse.session import KeeperSession
 from tierfs.migrator.migrator import Migrator
+from tierfs.policy.load import load_policy
 from tierfs.policy.model import Policy
 from tierfs.types import ROOT_INO, Attributes, ReplicaState, Usage
 
@@ -29,6 +33,7 @@ class Host(Protocol):
 
     policy: Policy
     mountpoint: Path
+    config: Path
     mode: str
     why: str
     session: KeeperSession | None
@@ -235,8 +240,22 @@ class Operations:
         session = self._host.session
         if session is None:
             raise UsageError("mode userspace has no keeper that could restart the daemon; umount and mount instead")
+        await self._check_successor()
         os.kill(session.keeper_pid, signal.SIGHUP)
         return {"daemon_pid": os.getpid()}
+
+    async def _check_successor(self) -> None:
+        """Before the point of no return: the program on disk starts, likes the policy file, and finds this mount in it.
+        Raises UsageError."""
+        host = self._host
+        command = [sys.executable, "-m", "tierfs", "check", str(host.config)]
+        done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
+        if done.returncode:
+            raise UsageError(f"not restarted, the mount goes on as it was: {done.stderr.decode().strip()}")
+        new = load_policy(host.config, mountpoint=host.mountpoint)
+        for key in ("tiers", "state", "mode", "allow_other"):
+            if getattr(new, key) != getattr(host.policy, key):
+                raise UsageError(f"not restarted: {key} changed in {host.config}, which takes umount and mount")
 
     async def detach(self, args: Json, progress: Progress) -> Json:
         """Called before umount; ``drain: false`` leaves undrained files in memory for the next mount."""

@@ -15,8 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tierfs.testing.mounting import MountFailure, TestMount
+from tierfs.testing.mounting import TestMount
 
 KILLS = int(os.environ.get("TIERFS_TEST_KILLS", "25"))
 """For each of the four kinds of work: a hundred in all."""
@@ -193,19 +194,42 @@ def test_an_idle_mount_is_back_at_once(passthrough_mnt: TestMount, pauses: list[
     assert pauses[0] < LONGEST_PAUSE
 
 
-def test_restart_on_purpose(passthrough_mnt: TestMount) -> None:
+def test_restart_goes_on_with_the_program_and_the_rules_on_disk(passthrough_mnt: TestMount) -> None:
     mnt = passthrough_mnt
-    former = mnt.daemon_pid()
-    with (mnt.path / "file").open("wb", buffering=0) as file:
+    before = mnt.status()
+    with (mnt.path / "file").open("wb", buffering=0) as file, (mnt.path / "gone").open("w+b", buffering=0) as gone:
         file.write(b"a")
+        gone.write(b"unlinked")
+        (mnt.path / "gone").unlink()
+        policy = yaml.safe_load(mnt.config.read_text())
+        mnt.config.write_text(yaml.safe_dump({**policy, "rules": [{"match": "*.log", "ack": "nvme"}]}, sort_keys=False))
         mnt.cli("restart", mnt.path)
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            try:
-                if mnt.daemon_pid() != former:
-                    break
-            except MountFailure:
-                time.sleep(0.05)
         file.write(b"b")
-    assert mnt.daemon_pid() != former
+        assert os.pread(gone.fileno(), 8, 0) == b"unlinked"
+    after = mnt.status()
+    assert after["keeper_pid"] == before["keeper_pid"]
+    assert after["daemon_pid"] != before["daemon_pid"]
     assert (mnt.path / "file").read_bytes() == b"ab"
+    (mnt.path / "new.log").write_bytes(b"by the new rule")
+    assert os.getxattr(mnt.path / "new.log", "user.tierfs.tier") == b"nvme"
+    mnt.kill_daemon()
+    (mnt.path / "newer.log").write_bytes(b"by the new rule")
+    assert os.getxattr(mnt.path / "newer.log", "user.tierfs.tier") == b"nvme"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [({"rulez": []}, "rulez"), ({"mode": "auto"}, "mode changed"), ({"allow_other": False}, "allow_other changed")],
+)
+def test_a_restart_that_could_not_succeed_is_refused(
+    passthrough_mnt: TestMount, change: dict[str, object], complaint: str
+) -> None:
+    mnt = passthrough_mnt
+    former, text = mnt.daemon_pid(), mnt.config.read_text()
+    mnt.config.write_text(yaml.safe_dump({**yaml.safe_load(text), **change}, sort_keys=False))
+    refused = mnt.cli("restart", mnt.path, check=False)
+    mnt.config.write_text(text)
+    assert refused.code == 2
+    assert complaint in refused.err
+    assert mnt.daemon_pid() == former
+    (mnt.path / "file").write_bytes(b"goes on")

@@ -38,7 +38,8 @@ _UMOUNT_NOFOLLOW = 8
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("mountpoint", required=False, type=click.Path(path_type=Path))
 @click.option("--foreground", "-f", is_flag=True, help="Stay and log to stderr (systemd, containers).")
-def mount(config: Path, mountpoint: Path | None, foreground: bool) -> int:
+@click.option("--resume", type=int, hidden=True, help="Go on with this process's mount; used by `tierfs restart`.")
+def mount(config: Path, mountpoint: Path | None, foreground: bool, resume: int | None) -> int:
     """Mount the filesystem that a policy file describes; returns once it answers.
 
     MOUNTPOINT wins over the policy's `mount`. The log is tierfs.log in the state directory.
@@ -55,6 +56,8 @@ def mount(config: Path, mountpoint: Path | None, foreground: bool) -> int:
     if policy.mount is None:
         raise UsageError(f"no mountpoint: give one after {config}, or write `mount:` in it")
     target = Path(os.path.realpath(policy.mount))
+    if resume is not None:
+        return _resume(policy, target, config, resume)
     check_not_mounted(target)
     check_paths(policy)
     check_empty(target)
@@ -78,6 +81,14 @@ def check_empty(mountpoint: Path) -> None:
                 raise UsageError(f"mountpoint {mountpoint} is not empty; the mount would hide what is in it")
     except OSError as error:
         raise UsageError(f"mountpoint {mountpoint}: {error.strerror}") from None
+
+
+def _resume(policy: Policy, mountpoint: Path, config: Path, state_fd: int) -> int:
+    _log_to_stderr(with_time="JOURNAL_STREAM" not in os.environ)
+    from tierfs.daemon import run_mount
+    from tierfs.fuse.session import KeeperState
+
+    return run_mount(policy, mountpoint, config, None, KeeperState.load(state_fd))
 
 
 def _in_foreground(policy: Policy, mountpoint: Path, config: Path) -> int:
@@ -297,7 +308,10 @@ def _wait_until_gone(record: MountRecord) -> None:
 @click.command()
 @click.argument("mountpoint")
 def restart(mountpoint: str) -> None:
-    """Replace the daemon by a new one, such as after an upgrade; programs that use the mount do not notice.
+    """Go on with tierfs as it is installed now and with the rules as the policy file has them now.
+
+    Programs that use the mount do not notice, apart from a pause of a second. Tiers, state and mode stay as
+    they were mounted: to change those, umount and mount.
 
     \b
     Example:

@@ -23,7 +23,7 @@ from types import FrameType
 
 from tierfs.errors import MountError
 from tierfs.fuse import wire
-from tierfs.fuse.session import KeeperSession, OpenHandle
+from tierfs.fuse.session import KeeperSession, KeeperState, OpenHandle
 
 BUFFER = 2 << 20
 """Room for any packet: max_write is 1 MiB, and libfuse never sends more than that and a header."""
@@ -39,8 +39,10 @@ STOP_AGAIN = 1
 """Seconds after which a daemon started while the mount is being stopped is told to stop, too."""
 
 Serve = Callable[[KeeperSession], int]
-ColdStart = Callable[[KeeperSession], int]
-"""Starts a daemon in a fresh interpreter, passing on `device_fd` and `channel_fd`; its pid, a child of this process."""
+Successor = Callable[[KeeperState], None]
+"""Executes the program anew in this process, which goes on from the given state: it returns by OSError only."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGHUP)
 
 
 class _Unmounted(Exception):
@@ -84,18 +86,20 @@ def run_keeper(
     allow_other: bool,
     serve: Serve,
     log: logging.Logger,
-    cold_start: ColdStart | None = None,
+    successor: Successor | None = None,
+    resume: KeeperState | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> int:
     """Mount, start daemons with ``serve`` (in a forked child, its return value the exit code) and forward until the
     mount ends. The keeper's exit code. ``on_ready`` is called in the keeper once the first daemon answers the kernel.
-    Call in the main thread: handles SIGTERM and SIGINT (stop) and SIGHUP (new daemon). Raises MountError when it
-    cannot mount."""
+    With ``resume`` go on with the mount of this process's former program; ``successor`` begins the next one.
+    Call in the main thread: handles SIGTERM and SIGINT (stop) and SIGHUP (``successor``, or else just a new daemon).
+    Raises MountError when it cannot mount."""
     mountpoint = Path(os.path.realpath(mountpoint))
-    device = mount_fuse(mountpoint, allow_other=allow_other)
+    device = resume.device_fd if resume else mount_fuse(mountpoint, allow_other=allow_other)
     number = mount_number(mountpoint)
     try:
-        return Keeper(mountpoint, device, serve, log, cold_start, on_ready).run()
+        return Keeper(mountpoint, device, serve, log, successor, resume, on_ready).run()
     finally:
         if number is not None and mount_number(mountpoint) == number:
             ctypes.CDLL(None).umount2(os.fsencode(mountpoint), MNT_DETACH)
@@ -109,14 +113,15 @@ class Keeper:
         device: int,
         serve: Serve,
         log: logging.Logger,
-        cold_start: ColdStart | None = None,
+        successor: Successor | None = None,
+        resume: KeeperState | None = None,
         on_ready: Callable[[], None] | None = None,
     ) -> None:
         self._mountpoint = mountpoint
         self._device = device
         self._serve = serve
         self._log = log
-        self._cold_start = cold_start
+        self._successor = successor
         self._on_ready = on_ready
         self._channel: socket.socket | None = None
         self._daemon = 0
@@ -136,15 +141,24 @@ class Keeper:
         """unique → (opcode, nodeid, flags or fh), for the replies that matter"""
         self._undelivered: deque[bytes] = deque()
         """packets that the daemon has not taken: its socket was full, or it died and they are never sent again"""
+        if resume is not None:
+            self._resume(resume)
+
+    def _resume(self, state: KeeperState) -> None:
+        self._init_request = state.init_request
+        self._initialised = True
+        self._restarts = state.restarts
+        self._highest_backing_id = state.highest_backing_id
+        self._undelivered.extend(state.undelivered)
+        for handle in state.handles:
+            self._handles.setdefault((handle.fh, handle.is_dir), []).append(handle)
 
     def run(self) -> int:
-        handlers = {
-            signal.SIGTERM: self._on_stop,
-            signal.SIGINT: self._on_stop,
-            signal.SIGALRM: self._on_stop,
-            signal.SIGHUP: self._on_restart,
+        former = {
+            number: signal.signal(number, self._on_restart if number == signal.SIGHUP else self._on_stop)
+            for number in _SIGNALS
         }
-        former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # blocked by `_hand_over` when this is a successor
         try:
             return self._run()
         except _Unmounted:
@@ -156,9 +170,8 @@ class Keeper:
                 signal.signal(number, handler)
 
     def _run(self) -> int:
-        cold = False
         while True:
-            self._start(cold)
+            self._start()
             self._forward()
             code = self._reap()
             if self._stopping and code in (0, -signal.SIGTERM, -signal.SIGINT):
@@ -166,10 +179,33 @@ class Keeper:
             if not self._initialised:
                 self._log.error("the daemon ended with code %d before the mount was ready", code)
                 return code if code > 0 else 1
-            cold = self._planned and self._cold_start is not None
+            planned = self._planned
             if not self._may_restart(code):
                 return 1
             self._restarts += 1
+            if planned and self._successor is not None:
+                self._hand_over(self._successor)
+
+    def _hand_over(self, successor: Successor) -> None:
+        """Become the program as it is on disk now. Returns when that fails: then this one goes on."""
+        assert self._init_request is not None
+        state = KeeperState(
+            device_fd=self._device,
+            init_request=self._init_request,
+            restarts=self._restarts,
+            handles=[handle for same in self._handles.values() for handle in same],
+            highest_backing_id=self._highest_backing_id,
+            undelivered=list(self._undelivered),
+        )
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the successor has its handlers
+        os.set_inheritable(self._device, True)
+        try:
+            successor(state)
+        except OSError as error:
+            self._log.error("cannot execute the program again (%s); the loaded one goes on", error)
+        finally:
+            os.set_inheritable(self._device, False)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     # signals
 
@@ -189,7 +225,7 @@ class Keeper:
 
     # the daemon's life
 
-    def _start(self, cold: bool) -> None:
+    def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, SOCKET_BUFFER)
@@ -205,10 +241,7 @@ class Keeper:
             directories=[handle for handle in handles if handle.is_dir],
             highest_backing_id=self._highest_backing_id,
         )
-        if cold and self._cold_start is not None:
-            self._daemon = self._cold_start(session)
-        else:
-            self._daemon = self._fork(session, ours)
+        self._daemon = self._fork(session, ours)
         theirs.close()
         self._channel = ours
         self._waiting.clear()
@@ -222,7 +255,7 @@ class Keeper:
             return pid
         code = 1
         try:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
+            for number in _SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
             ours.close()
             code = self._serve(session)
