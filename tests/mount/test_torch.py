@@ -68,20 +68,17 @@ def same_on_archive(mnt: TestMount) -> list[Path]:
 def test_save_and_load(mnt: TestMount) -> None:
     need("torch", "safetensors")
     job("torch_job.py", "save", mnt.path)
-    job("torch_job.py", "load", mnt.path)
     found = same_on_archive(mnt)
-    job("torch_job.py", "load", mnt.archive)
     mnt.evict(*(mnt.path / path for path in found))
     if mnt.nvme is not None:
         mnt.evict(*(mnt.path / path for path in found), tier="nvme")
-    job("torch_job.py", "load", mnt.path)
+    job("torch_job.py", "load", mnt.path, mnt.archive)
 
 
 @pytest.mark.slow
 def test_distributed_checkpoint(mnt: TestMount) -> None:
     need("torch")
     job("torch_job.py", "dcp-save", mnt.path)
-    job("torch_job.py", "dcp-load", mnt.path)
     found = same_on_archive(mnt)
     assert {path.name for path in found} >= {".metadata", "__0_0.distcp", "__1_0.distcp"}
     mnt.evict(*(mnt.path / path for path in found))

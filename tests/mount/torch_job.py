@@ -1,6 +1,7 @@
-"""What a training program does with a mount, as a process of its own: torch_job.py WHAT DIR [END].
+"""What a training program does with a mount, as a process of its own: torch_job.py WHAT DIR [OTHERS].
 
-``save`` and ``load`` use the same seed, so ``load`` knows every value. Any difference is an AssertionError.
+``save`` saves and loads, ``load`` loads from each directory what ``save`` saved there. Both use the same seed, so that
+``load`` knows every value. Any difference is an AssertionError.
 """
 
 from __future__ import annotations
@@ -39,16 +40,18 @@ def save(top: Path) -> None:
     save_file(state(), top / "model.safetensors")
     for _ in range(2):  # a checkpoint that is written over
         torch.save({"model": state(), "epoch": 3}, top / "last.pt")
+    load(top)
 
 
-def load(top: Path) -> None:
-    equal(torch.load(top / "model.pt", weights_only=True))
-    equal(torch.load(top / "model.pt", weights_only=True, mmap=True))
-    equal(torch.load(top / "legacy.pt", weights_only=True))
-    equal(torch.load(top / "last.pt", weights_only=True)["model"])
-    equal(load_file(top / "model.safetensors"))
-    with safe_open(top / "model.safetensors", framework="pt") as file:
-        equal({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+def load(*tops: Path) -> None:
+    for top in tops:
+        equal(torch.load(top / "model.pt", weights_only=True))
+        equal(torch.load(top / "model.pt", weights_only=True, mmap=True))
+        equal(torch.load(top / "legacy.pt", weights_only=True))
+        equal(torch.load(top / "last.pt", weights_only=True)["model"])
+        equal(load_file(top / "model.safetensors"))
+        with safe_open(top / "model.safetensors", framework="pt") as file:
+            equal({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
 
 
 def rank_state(rank: int, step: int) -> dict[str, torch.Tensor]:
@@ -63,9 +66,8 @@ def rank_main(rank: int, top: str, saves: bool) -> None:
         dcp.save(rank_state(rank, 1), checkpoint_id=f"{top}/step-1")
         pending = dcp.async_save(rank_state(rank, 2), checkpoint_id=f"{top}/step-2")
         pending.result()
-    else:
-        for step in (1, 2):
-            check_step(rank, top, step)
+    for step in (1, 2):
+        check_step(rank, top, step)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -105,11 +107,12 @@ def ranks(top: Path, saves: bool) -> None:
 
 if __name__ == "__main__":
     what, where = sys.argv[1], Path(sys.argv[2])
+    others = [Path(word) for word in sys.argv[3:]]
     torch.set_num_threads(1)
     {
         "save": save,
-        "load": load,
+        "load": lambda top: load(top, *others),
         "dcp-save": lambda top: ranks(top / "dcp", True),
         "dcp-load": lambda top: ranks(top / "dcp", False),
-        "dcp-rotate": lambda top: mp.spawn(rotate_main, args=(str(top), sys.argv[3]), nprocs=RANKS),
+        "dcp-rotate": lambda top: mp.spawn(rotate_main, args=(str(top), str(others[0])), nprocs=RANKS),
     }[what](where)
