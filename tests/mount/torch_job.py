@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -102,7 +103,12 @@ def check_step(rank: int, top: str, step: int) -> None:
 
 def ranks(top: Path, saves: bool) -> None:
     top.mkdir(exist_ok=True)
-    mp.spawn(rank_main, args=(str(top), saves), nprocs=RANKS)
+    start_ranks(rank_main, str(top), saves)
+
+
+def start_ranks(main: Callable[..., None], *args: object) -> None:
+    # Forked, because a fresh interpreter imports torch for seconds; no thread has been started yet.
+    mp.start_processes(main, args=args, nprocs=RANKS, start_method="fork")
 
 
 if __name__ == "__main__":
@@ -114,5 +120,5 @@ if __name__ == "__main__":
         "load": lambda top: load(top, *others),
         "dcp-save": lambda top: ranks(top / "dcp", True),
         "dcp-load": lambda top: ranks(top / "dcp", False),
-        "dcp-rotate": lambda top: mp.spawn(rotate_main, args=(str(top), str(others[0])), nprocs=RANKS),
+        "dcp-rotate": lambda top: start_ranks(rotate_main, str(top), str(others[0])),
     }[what](where)
