@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import random
@@ -19,12 +20,14 @@ import yaml
 
 from tierfs.testing.mounting import TestMount
 
-KILLS = int(os.environ.get("TIERFS_TEST_KILLS", "25"))
-"""For each of the four kinds of work: a hundred in all."""
+KILLS = int(os.environ.get("TIERFS_TEST_KILLS", "20"))
+"""For each of the five kinds of work: a hundred in all."""
 
 MEDIAN_PAUSE, LONGEST_PAUSE = 1.0, 5.0
 """Seconds that an operation which meets a dead daemon may take. The promise is half a second; this leaves room for a
 slow and busy machine, where the work itself competes with the daemon's start."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 Work = Callable[[Path, random.Random, threading.Event], dict[str, str]]
 
@@ -32,6 +35,11 @@ Work = Callable[[Path, random.Random, threading.Event], dict[str, str]]
 def digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def exchange(one: Path, two: Path) -> None:
+    if _libc.renameat2(-100, os.fsencode(one), -100, os.fsencode(two), 2):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one))
 
 
 def save(path: Path, data: bytes, rng: random.Random) -> str:
@@ -86,6 +94,36 @@ def deletes(top: Path, rng: random.Random, stop: threading.Event) -> dict[str, s
     return expected
 
 
+def changes(top: Path, rng: random.Random, stop: threading.Event) -> dict[str, str]:
+    """Operations that done twice would fail, or undo themselves."""
+    expected: dict[str, str] = {}
+    number = 0
+    while not stop.is_set():
+        number += 1
+        here = top / str(number)
+        here.mkdir()
+        expected[f"{number}/one"] = save(here / "one", b"%d" % number, rng)
+        expected[f"{number}/two"] = save(here / "two", b"%d" % -number, rng)
+        (here / "three").hardlink_to(here / "one")
+        (here / "symlink").symlink_to("two")
+        exchange(here / "one", here / "two")
+        os.setxattr(here / "one", "user.a", b"1", os.XATTR_CREATE)
+        os.setxattr(here / "one", "user.a", b"2", os.XATTR_REPLACE)
+        os.removexattr(here / "one", "user.a")
+        os.mkfifo(here / "fifo")
+        os.close(os.open(here / "new", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.truncate(here / "new", 1)
+        (here / "new").chmod(0o640)
+        assert (here / "three").stat().st_nlink == 2
+        assert here.stat().st_nlink == 2
+        assert (here / "symlink").read_bytes() == b"%d" % number
+        expected[f"{number}/new"] = hashlib.blake2b(b"\0").hexdigest()
+        expected[f"{number}/one"], expected[f"{number}/two"] = expected[f"{number}/two"], expected[f"{number}/one"]
+        expected[f"{number}/three"] = expected[f"{number}/two"]
+        expected[f"{number}/symlink"] = expected[f"{number}/two"]
+    return expected
+
+
 def dcp_saves(top: Path, rng: random.Random, stop: threading.Event) -> dict[str, str]:
     """Two ranks save distributed checkpoints and delete old ones until told to stop; they load and compare the rest."""
     end = top.parent.parent / "stop"  # not on the mount
@@ -106,6 +144,7 @@ WORKS: list[Work] = [
     saves,
     renames,
     deletes,
+    changes,
     pytest.param(dcp_saves, marks=pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")),
 ]
 
