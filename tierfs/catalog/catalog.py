@@ -377,6 +377,13 @@ class Catalog(Database):
             (limit,),
         ).fetchall()
 
+    def queued(self, ino: int, version: int, archive: str) -> set[str]:
+        """Tiers to which a copy of this version is queued; ``archive`` names the one whose queue is the oplog."""
+        tiers = {row[0] for row in self._run("SELECT tier FROM drains WHERE ino=? AND version=?", (ino, version))}
+        if self._run("SELECT 1 FROM oplog WHERE kind=5 AND ino=? AND arg=?", (ino, version)).fetchone():
+            tiers.add(archive)
+        return tiers
+
     def unqueue_drain(self, ino: int, version: int, tier: str) -> None:
         self._write("DELETE FROM drains WHERE ino=? AND version=? AND tier=?", (ino, version, tier))
 

@@ -185,5 +185,8 @@ class Filesystem:
         if not stat.S_ISREG(attributes.mode):
             raise FsError(errno.EOPNOTSUPP)
         inode = self.files.inodes.get(ino)
+        tier = self.files.reachable(ino, self.files.policy.tiers[-1].name)
+        if tier is None:
+            raise FsError(errno.EOPNOTSUPP)
         version = self.files.take_snapshot(inode) if inode and inode.writers else attributes.version
-        await self.wait_durable(ino, version, self.files.policy.tiers[-1].name)
+        await self.wait_durable(ino, version, tier)

@@ -225,11 +225,15 @@ class Namespace:
         if other is not None and other.ino == moved.ino:
             return
         now = time.time_ns()
+        renamed = [moved]
         with self.catalog.transaction() as change:
             if flags & RENAME_EXCHANGE and other is not None:
                 self._exchange(parent, name, moved, parent2, name2, other, now)
+                renamed.append(other)
             else:
                 self._move(parent, name, moved, parent2, name2, other, now)
+            for child in renamed:
+                self.files.renamed(child.ino)
             change.record(caller.request)
         if stat.S_ISDIR(moved.mode) or (other is not None and stat.S_ISDIR(other.mode)):
             self.catalog.forget_paths()

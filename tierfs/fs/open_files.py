@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -327,20 +327,51 @@ class OpenFiles:
 
     def copy_targets(self, tier: str, rule: Rule) -> list[str]:
         """Persistent tiers that are to hold what was closed on ``tier``, itself included, fastest first."""
-        if rule.drain is None:
-            return []
         names = [config.name for config in self.policy.tiers]
-        wanted = names[: names.index(rule.drain) + 1]
+        wanted = names[: names.index(rule.lowest) + 1]
         return [name for name in wanted[names.index(tier) :] if self.policy.tier(name).persistent]
 
-    def queue_copies(self, closed: Replica, rule: Rule, now: int) -> None:
-        """One queue entry for each tier from the ack tier down to the rule's drain target."""
+    def queue_copies(self, closed: Replica, rule: Rule, now: int, present: Collection[str] = ()) -> None:
+        """One queue entry for each tier from the ack tier down to the rule's drain target, but those in ``present``."""
         archive = self.policy.tiers[-1].name
         for name in self.copy_targets(closed.tier, rule):
+            if name in present:
+                continue
             if name == archive:
                 self.catalog.log(OpKind.CONTENT, closed.ino, now, arg=closed.version)
             else:
                 self.catalog.queue_drain(closed.ino, closed.version, name)
+
+    def renamed(self, top: int) -> None:
+        """Files at or below ``top`` have new paths, perhaps of a rule that drains further: queue what that asks for.
+        What is queued already stays. Inside the transaction of the rename."""
+        if len({rule.lowest for rule in self.policy.rules}) == 1:
+            return
+        self.catalog.forget_paths()
+        now = time.time_ns()
+        for attributes in self.catalog.subtree(top):
+            _, rule = self.rule_of(self.catalog.path_of(attributes.ino))
+            inode = self.inodes.get(attributes.ino)
+            if inode is not None:
+                inode.rule = rule
+            local = self.local_replica(attributes)
+            if local is None or local.state is ReplicaState.OPEN:  # on the archive, or queued when it is closed
+                continue
+            present = {
+                replica.tier
+                for replica in self.catalog.replicas(attributes.ino)
+                if replica.version == attributes.version and replica.state is ReplicaState.DURABLE
+            }
+            present |= self.catalog.queued(attributes.ino, attributes.version, self.policy.tiers[-1].name)
+            self.queue_copies(local, rule, now, present)
+
+    def reachable(self, ino: int, tier: str) -> str | None:
+        """``tier``, or the lowest tier above it that the file's rule drains to; None when that is not persistent."""
+        _, rule = self.rule_of(self.catalog.path_of(ino))
+        names = [config.name for config in self.policy.tiers]
+        if names.index(rule.lowest) >= names.index(tier):
+            return tier
+        return rule.lowest if self.policy.tier(rule.lowest).persistent else None
 
     def remove_content(self, ino: int) -> None:
         """Drop every local replica and queued copy. Inside a transaction of the caller."""

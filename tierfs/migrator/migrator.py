@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import trio
 
 from tierfs.catalog import Catalog
-from tierfs.errors import CatalogError, DigestMismatch, FsError, NotDurableInTime, SourceChanged, TierError
+from tierfs.errors import CatalogError, DigestMismatch, FsError, NotDurableInTime, SourceChanged, TierError, UsageError
 from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive, Ready
 from tierfs.migrator.throttle import Throttle
@@ -524,22 +524,30 @@ class Migrator:
     async def flush(
         self, top: Ino, tier: str, seconds: float, progress: Callable[[int, int], object] | None = None
     ) -> tuple[int, int]:
-        """Everything at or below ``top`` durable at ``tier``: (files, bytes). NotDurableInTime lists the rest."""
-        wanted = {a.ino: a for a in self.catalog.subtree(top)}
+        """Everything at or below ``top`` durable at ``tier``: (files, bytes). NotDurableInTime lists the rest.
+
+        Files whose rule ends above ``tier`` count once they are durable where it ends; those that stay in memory do
+        not count. UsageError when ``top`` itself is such a file.
+        """
+        aims = {a.ino: self.files.reachable(a.ino, tier) for a in self.catalog.subtree(top)}
+        if aims.get(top, tier) != tier:
+            path = b"/".join(self.catalog.path_of(top) or ()).decode(errors="replace")
+            raise UsageError(f"{path} stays on {aims[top] or 'memory'}: its rule does not drain it to {tier}")
+        wanted = {ino: aim for ino, aim in aims.items() if aim is not None}
         for ino in wanted:
             inode = self.files.inodes.get(ino)
             if inode is not None and inode.writers:
                 self.files.take_snapshot(inode)
-        wanted = {a.ino: a for a in self.catalog.subtree(top)}
-        total = sum(a.size for a in wanted.values())
-        missing = dict(wanted)
+        found = {a.ino: a for a in self.catalog.subtree(top) if a.ino in wanted}
+        total = sum(a.size for a in found.values())
+        missing = dict(found)
         last = self.catalog.last_operation() if tier == self.archive_name else 0
         self.hurry += 1
         self._kick.set()
         try:
             with trio.move_on_after(seconds) as scope:
                 while True:
-                    missing = {i: a for i, a in missing.items() if not self._flushed(a, tier)}
+                    missing = {i: a for i, a in missing.items() if not self._flushed(a, wanted[i])}
                     behind = (
                         tier == self.archive_name and (first := self.catalog.operations(1)) and first[0].seq <= last
                     )
@@ -559,7 +567,7 @@ class Migrator:
                 )
         finally:
             self.hurry -= 1
-        return len(wanted), total
+        return len(found), total
 
     def _flushed(self, wanted: Attributes, tier: str) -> bool:
         attributes = self.catalog.attributes(wanted.ino)

@@ -58,6 +58,11 @@ class Rule:
     keep: dict[str, Keep]
     """Per tier name; absent means WATERMARK."""
 
+    @property
+    def lowest(self) -> str:
+        """The tier at which the files' way ends."""
+        return self.ack if self.drain is None else self.drain
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
