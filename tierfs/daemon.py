@@ -81,7 +81,7 @@ class Daemon:
         """Serve until the mount ends, then drain what is left. Returns the process's exit code."""
         self.catalog = Catalog(self.policy.state / CATALOG)
         migrator = Migrator(self.catalog, self.policy, self.tiers.stores, self.tiers.tree)
-        space = Space(self.policy, self.tiers.probes(), self.catalog.used_bytes())
+        space = Space(self.policy, self.tiers.probes(), self.catalog.tier_bytes)
         backing = BackingIds(self.session.device_fd) if self.session else None
         files = OpenFiles(
             catalog=self.catalog,
@@ -112,7 +112,7 @@ class Daemon:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(migrator.run)
-                if self.session and self.session.restarts:
+                if not self.catalog.was_clean:
                     nursery.start_soon(
                         reclaim_orphans, self.catalog, self.tiers.stores, self.tiers.tree, files.former_key
                     )

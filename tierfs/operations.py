@@ -104,6 +104,9 @@ class Operations:
             "last_error": error,
         }
 
+    def _local(self) -> list[str]:
+        return list(self._names.files.stores)
+
     def _below(self, name: str) -> list[str]:
         names = [tier.name for tier in self._host.policy.tiers if tier.persistent]
         return [n for n in names if n != name]
@@ -130,7 +133,7 @@ class Operations:
             "drain": {
                 "queued_files": files,
                 "queued_bytes": size,
-                "unsynced_bytes": self._host.catalog.unsynced_bytes() + open_bytes,
+                "unsynced_bytes": self._host.catalog.unsynced_bytes(self._local()) + open_bytes,
                 "oldest_age_s": max(0.0, (time.time_ns() - oldest) / 1e9) if oldest else 0.0,
                 "rate_bytes_s": self._migrator.rate,
             },
@@ -273,7 +276,7 @@ class Operations:
 
     def everything_durable(self) -> bool:
         """Whether the memory tiers hold nothing that a persistent tier lacks."""
-        return not self._keep_memory and self._host.catalog.unsynced_bytes() == 0
+        return not self._keep_memory and self._host.catalog.unsynced_bytes(self._local()) == 0
 
     # attributes for programs without the CLI
 

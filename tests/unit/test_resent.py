@@ -41,7 +41,7 @@ tiers:
     store.prepare()
     tree.prepare()
     migrator = Migrator(catalog, policy, {"nvme": store}, tree)
-    space = Space(policy, {"nvme": store.usage, "archive": tree.usage})
+    space = Space(policy, {"nvme": store.usage, "archive": tree.usage}, catalog.tier_bytes)
     files = OpenFiles(
         catalog=catalog,
         policy=policy,

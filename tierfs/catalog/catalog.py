@@ -19,6 +19,7 @@ PATHS = 1024
 
 _ATTRIBUTES = "ino, mode, uid, gid, nlink, rdev, size, atime_ns, mtime_ns, ctime_ns, version, blocks"
 _QUALIFIED = ", ".join(f"i.{column}" for column in _ATTRIBUTES.split(", "))
+_CLOSED = (int(ReplicaState.WRITTEN), int(ReplicaState.DURABLE))
 _REPLICA = "ino, version, tier, state, key, size, digest"
 
 
@@ -68,6 +69,8 @@ class Catalog(Database):
 
     def inconsistencies(self) -> list[tuple[str, int]]:
         """(what, inode) for rows that contradict each other."""
+        actual = "SELECT tier, state, COUNT(*), SUM(size) FROM replicas GROUP BY tier, state"
+        kept = "SELECT tier, state, files, bytes FROM sums WHERE files <> 0"
         checks = (
             ("a name without an inode", "SELECT ino FROM dentries WHERE ino NOT IN (SELECT ino FROM inodes)"),
             (
@@ -90,6 +93,10 @@ class Catalog(Database):
                 "no replica of the current version",
                 "SELECT i.ino FROM inodes i WHERE (i.mode & 61440) = 32768 AND i.nlink > 0 AND NOT EXISTS"
                 " (SELECT 1 FROM replicas r WHERE r.ino=i.ino AND r.version=i.version)",
+            ),
+            (
+                "sums of a tier that are not those of its replicas",
+                f"SELECT 1 FROM ({actual} EXCEPT {kept}) UNION ALL SELECT 1 FROM ({kept} EXCEPT {actual})",
             ),
         )
         return [(what, row[0]) for what, query in checks for row in self._run(query)]
@@ -273,23 +280,29 @@ class Catalog(Database):
         for row in self._run(f"SELECT {_REPLICA} FROM replicas"):
             yield _replica(row)
 
-    def open_replicas(self) -> list[Replica]:
-        rows = self._run(f"SELECT {_REPLICA} FROM replicas WHERE state=?", (int(ReplicaState.OPEN),))
+    def replicas_on(self, tier: str, state: ReplicaState | None = None) -> list[Replica]:
+        """The replicas of one tier, in one state or any."""
+        states = list(ReplicaState) if state is None else [state]
+        rows = self._run(
+            f"SELECT {_REPLICA} FROM replicas WHERE tier=? AND state IN ({','.join('?' * len(states))})",
+            (tier, *map(int, states)),
+        )
         return [_replica(row) for row in rows]
 
     def evictable(self, tier: str, below: list[str], limit: int) -> list[Replica]:
         """Closed replicas on ``tier`` whose version is durable on one of the tiers ``below``."""
         marks = ",".join("?" * len(below))
         rows = self._run(
-            f"SELECT {_REPLICA} FROM replicas r WHERE tier=? AND state<>? AND EXISTS (SELECT 1 FROM replicas d"
+            f"SELECT {_REPLICA} FROM replicas r WHERE tier=? AND state IN (?, ?) AND EXISTS (SELECT 1 FROM replicas d"
             f" WHERE d.ino=r.ino AND d.version=r.version AND d.state=? AND d.tier IN ({marks})) LIMIT ?",
-            (tier, int(ReplicaState.OPEN), int(ReplicaState.DURABLE), *below, limit),
+            (tier, *_CLOSED, int(ReplicaState.DURABLE), *below, limit),
         )
         return [_replica(row) for row in rows]
 
     def put_replica(self, replica: Replica) -> None:
         self._write(
-            "INSERT OR REPLACE INTO replicas VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO replicas VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE"
+            " SET state=excluded.state, key=excluded.key, size=excluded.size, digest=excluded.digest",
             (
                 replica.ino,
                 replica.version,
@@ -299,13 +312,6 @@ class Catalog(Database):
                 replica.size,
                 replica.digest,
             ),
-        )
-
-    def close_replica(self, replica: Replica) -> None:
-        """Write state, size and digest of a replica that the catalog has."""
-        self._write(
-            "UPDATE replicas SET state=?, size=?, digest=? WHERE ino=? AND version=? AND tier=?",
-            (int(replica.state), replica.size, replica.digest, replica.ino, replica.version, replica.tier),
         )
 
     def remove_replica(self, replica: Replica) -> None:
@@ -329,32 +335,33 @@ class Catalog(Database):
 
     def tier_sums(self, tier: str) -> dict[int, int]:
         """Bytes on a tier by replica state."""
-        return dict(self._run("SELECT state, SUM(size) FROM replicas WHERE tier=? GROUP BY state", (tier,)).fetchall())
+        return dict(self._run("SELECT state, bytes FROM sums WHERE tier=?", (tier,)).fetchall())
+
+    def tier_bytes(self, tier: str) -> int:
+        """Bytes of a tier's replicas, as of their last close."""
+        return int(self._run("SELECT COALESCE(SUM(bytes), 0) FROM sums WHERE tier=?", (tier,)).fetchone()[0])
 
     def clean_bytes(self, tier: str, below: list[str]) -> int:
         """Bytes on ``tier`` whose version is durable on one of ``below``."""
         marks = ",".join("?" * len(below))
         row = self._run(
-            "SELECT COALESCE(SUM(size), 0) FROM replicas r WHERE tier=? AND state<>? AND EXISTS (SELECT 1 FROM"
+            "SELECT COALESCE(SUM(size), 0) FROM replicas r WHERE tier=? AND state IN (?, ?) AND EXISTS (SELECT 1 FROM"
             f" replicas d WHERE d.ino=r.ino AND d.version=r.version AND d.state=? AND d.tier IN ({marks}))",
-            (tier, int(ReplicaState.OPEN), int(ReplicaState.DURABLE), *below),
+            (tier, *_CLOSED, int(ReplicaState.DURABLE), *below),
         ).fetchone()
         return int(row[0])
 
-    def unsynced_bytes(self) -> int:
-        """Bytes of closed current versions that no persistent tier holds durably; files that the policy keeps
-        in memory count too."""
+    def unsynced_bytes(self, tiers: list[str]) -> int:
+        """Bytes of closed current versions that are on one of ``tiers`` and that no persistent tier holds durably;
+        files that the policy keeps in memory count too."""
+        marks = ",".join("?" * len(tiers))
         row = self._run(
             "SELECT COALESCE(SUM(i.size), 0) FROM replicas r JOIN inodes i ON i.ino=r.ino AND i.version=r.version"
-            " WHERE r.state=? AND i.nlink>0 AND NOT EXISTS (SELECT 1 FROM replicas d WHERE d.ino=r.ino"
-            " AND d.version=r.version AND d.state=?)",
-            (int(ReplicaState.WRITTEN), int(ReplicaState.DURABLE)),
+            f" WHERE r.tier IN ({marks}) AND r.state=? AND i.nlink>0 AND NOT EXISTS (SELECT 1 FROM replicas d"
+            " WHERE d.ino=r.ino AND d.version=r.version AND d.state=?)",
+            (*tiers, int(ReplicaState.WRITTEN), int(ReplicaState.DURABLE)),
         ).fetchone()
         return int(row[0])
-
-    def used_bytes(self) -> dict[str, int]:
-        """Bytes of the replicas per tier name, as of their last close."""
-        return dict(self._run("SELECT tier, SUM(size) FROM replicas GROUP BY tier").fetchall())
 
     # queues
 

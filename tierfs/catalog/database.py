@@ -88,13 +88,14 @@ class Database:
                 raise CatalogError(f"catalog {path} has format {found}, this tierfs reads format {FORMAT}")
             self._journal = Journal(path.with_name(path.name + "-log"))
             self._recover()
+            self._mark_unclean()
         except (sqlite3.DatabaseError, OSError) as error:
             raise CatalogError(f"catalog {path}: {error}") from error
 
     def _create(self) -> None:
         now = time.time_ns()
         self._db.executescript(f"BEGIN; {SCHEMA}")
-        meta = {"format": FORMAT, "uuid": str(uuid.uuid4()), "generation": 0, "next_ino": 2, "next_seq": 1}
+        meta = {"format": FORMAT, "uuid": str(uuid.uuid4()), "generation": 0, "next_ino": 2, "next_seq": 1, "clean": 1}
         self._db.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
         self._run("INSERT INTO inodes VALUES (1, ?, 0, 0, 2, 0, 0, ?, ?, ?, 0, 0, NULL)", (0o40755, now, now, now))
         self._run("COMMIT")
@@ -121,6 +122,13 @@ class Database:
                 self._run(sql, parameters)
             self._note_answer(record)
             self._uncommitted += 1
+
+    def _mark_unclean(self) -> None:
+        self.was_clean = bool(self._meta("clean"))
+        """Whether whoever had the catalog before closed it."""
+        if self.was_clean:
+            with self.transaction():
+                self._write("UPDATE meta SET value=0 WHERE key='clean'")
 
     def _note_answer(self, record: Record) -> None:
         if record.request is not None:
@@ -225,6 +233,7 @@ class Database:
         with self.transaction():
             self._write("UPDATE meta SET value=? WHERE key='next_ino'", (self._next_ino,))
             self._write("UPDATE meta SET value=? WHERE key='next_seq'", (self._next_seq,))
+            self._write("UPDATE meta SET value=1 WHERE key='clean'")
         self.commit()
         self.sync()
         self._fold()

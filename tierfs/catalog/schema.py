@@ -7,7 +7,8 @@ FORMAT = 2
 SCHEMA = """
 CREATE TABLE meta (
     key   TEXT PRIMARY KEY,             -- 'format', 'uuid', 'generation' (SQLite commits so far),
-                                        -- 'next_ino', 'next_seq' (first ids never given to anything)
+                                        -- 'next_ino', 'next_seq' (first ids never given to anything),
+                                        -- 'clean' (1: closed by whoever had it open, 0: in use or crashed)
     value NOT NULL
 ) WITHOUT ROWID;
 
@@ -55,7 +56,27 @@ CREATE TABLE replicas (
     digest   BLOB,                      -- NULL until computed
     PRIMARY KEY (ino, version, tier)
 ) WITHOUT ROWID;
-CREATE INDEX replicas_open ON replicas(ino) WHERE state = 1;
+CREATE INDEX replicas_by_tier ON replicas(tier, state);
+
+CREATE TABLE sums (
+    tier  TEXT NOT NULL,
+    state INTEGER NOT NULL,             -- types.ReplicaState
+    files INTEGER NOT NULL,
+    bytes INTEGER NOT NULL,             -- of the tier's replicas in this state; kept by the triggers below
+    PRIMARY KEY (tier, state)
+) WITHOUT ROWID;
+CREATE TRIGGER replica_added AFTER INSERT ON replicas BEGIN
+    INSERT INTO sums VALUES (new.tier, new.state, 1, new.size)
+        ON CONFLICT DO UPDATE SET files = files + 1, bytes = bytes + new.size;
+END;
+CREATE TRIGGER replica_removed AFTER DELETE ON replicas BEGIN
+    UPDATE sums SET files = files - 1, bytes = bytes - old.size WHERE tier = old.tier AND state = old.state;
+END;
+CREATE TRIGGER replica_changed AFTER UPDATE OF state, size ON replicas BEGIN
+    UPDATE sums SET files = files - 1, bytes = bytes - old.size WHERE tier = old.tier AND state = old.state;
+    INSERT INTO sums VALUES (new.tier, new.state, 1, new.size)
+        ON CONFLICT DO UPDATE SET files = files + 1, bytes = bytes + new.size;
+END;
 
 CREATE TABLE drains (
     seq     INTEGER PRIMARY KEY,        -- order of close

@@ -253,7 +253,6 @@ class OpenFiles:
     def forget_replica(self, replica: Replica) -> None:
         """Drop a local replica's row now and its bytes soon. Inside a transaction of the caller."""
         self.catalog.remove_replica(replica)
-        self.space.add(replica.tier, -replica.size)
         if replica.tier in self.stores:
             self.discard(replica.tier, replica.key)
 
@@ -318,8 +317,7 @@ class OpenFiles:
         closed = replica._replace(state=ReplicaState.WRITTEN, size=status.st_size)
         now = time.time_ns()
         with self.catalog.transaction():
-            self.catalog.close_replica(closed)
-            self.space.add(closed.tier, closed.size - replica.size)
+            self.catalog.put_replica(closed)
             named = self.catalog.close_content(replica.ino, status.st_size, status.st_blocks, status.st_mtime_ns)
             if named:
                 self.queue_copies(closed, rule, now)
@@ -412,7 +410,7 @@ class OpenFiles:
 
     def settle(self) -> None:
         """After `adopt`: close every version that was open for writing and no longer is."""
-        for replica in self.catalog.open_replicas():
+        for replica in [r for tier in self.stores for r in self.catalog.replicas_on(tier, ReplicaState.OPEN)]:
             inode = self.inodes.get(replica.ino)
             if inode is not None and inode.writers:
                 continue

@@ -15,20 +15,15 @@ Probe = Callable[[int], Usage]
 
 @dataclass
 class Space:
-    """Bytes held per tier, kept current by whoever adds or removes a replica."""
-
     policy: Policy
     probes: Mapping[str, Probe]
-    held: dict[str, int] = field(default_factory=dict)
+    held: Callable[[str], int]
+    """Bytes of a tier's replicas, as the catalog has them."""
     learned: LearnedSizes = field(default_factory=LearnedSizes)
-
-    def add(self, tier: str, size: int) -> None:
-        """``size`` may be negative."""
-        self.held[tier] = self.held.get(tier, 0) + size
 
     def usage(self, tier: str) -> Usage:
         """OSError when the tier does not answer."""
-        return self.probes[tier](self.held.get(tier, 0))
+        return self.probes[tier](self.held(tier))
 
     def choose(self, candidates: Sequence[str], expected: int) -> str:
         """The tier for a new file out of ``candidates``, fastest first."""

@@ -104,9 +104,8 @@ class Archive:
                     self._attributes(batch, op.ino)
         return batch
 
-    def commit(self, batch: Batch) -> list[Replica]:
-        """The batch's steps are durable: record it. Returns the archive's older replicas, now replaced."""
-        replaced: list[Replica] = []
+    def commit(self, batch: Batch) -> None:
+        """The batch's steps are durable: record it."""
         with self.catalog.transaction():
             for (parent, name), row in batch.names.items():
                 if row is None:
@@ -118,11 +117,9 @@ class Archive:
                     for replica in self.catalog.replicas(ino):
                         if replica.tier == self.name:
                             self.catalog.remove_replica(replica)
-                            replaced.append(replica)
             for replica in batch.stored.values():
                 self.catalog.put_replica(replica)
             self.catalog.drop_operations(batch.operations[-1].seq)
-        return replaced
 
     # the namespace of the archive, with the batch's changes over the catalog's rows
 

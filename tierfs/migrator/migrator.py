@@ -370,7 +370,6 @@ class Migrator:
                     self.files.forget_replica(old)
             self.catalog.put_replica(replica)
             self.catalog.unqueue_drain(source.ino, source.version, tier)
-            self.files.space.add(tier, source.size)
 
     async def _settle_in_place(self, source: Replica) -> None:
         """The ack tier itself is persistent: durable after one fsync of the replica."""
@@ -414,10 +413,8 @@ class Migrator:
                     break
                 batch = self.archive.plan(operations, self.ready)
                 await trio.to_thread.run_sync(batch.execute)
-                for replica in self.archive.commit(batch):
-                    self.files.space.add(self.archive_name, -replica.size)
+                self.archive.commit(batch)
                 for replica in batch.stored.values():
-                    self.files.space.add(self.archive_name, replica.size)
                     self.ready.pop((replica.ino, replica.version)).temp.close()
                 self._drop_unwanted()
                 self._recovered(self.archive_name)
@@ -622,7 +619,6 @@ class Migrator:
             replica = Replica(source.ino, source.version, tier, ReplicaState.DURABLE, key, source.size, digest)
         with self.catalog.transaction():
             self.catalog.put_replica(replica)
-            self.files.space.add(tier, replica.size)
         return replica
 
     def _published_path(self, ino: int) -> tuple[bytes, ...] | None:

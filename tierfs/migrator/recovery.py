@@ -3,8 +3,9 @@ daemon the files that it had not entered in the catalog yet, or no longer."""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import trio
 
@@ -23,22 +24,23 @@ CHUNK, PAUSE = 128, 0.01
 
 
 def recover_lost_memory(catalog: Catalog, policy: Policy, stores: Mapping[str, ReplicaStore]) -> None:
-    """Drop replicas whose file is gone, roll files back to their newest durable version, and remove files that the
-    catalog no longer names. What was rolled back or lost is logged by path."""
-    present = {name: set(store.keys()) for name, store in stores.items()}
+    """At a fresh mount, on the tiers that a reboot empties: drop replicas whose file is gone, roll files back to their
+    newest durable version, and remove files that the catalog no longer names. What was rolled back or lost is logged
+    by path."""
     lost: dict[int, list[Replica]] = {}
-    for replica in list(catalog.all_replicas()):
-        if replica.tier not in present:
+    for name, store in stores.items():
+        if policy.tier(name).persistent:
             continue
-        if replica.key in present[replica.tier]:
-            present[replica.tier].discard(replica.key)
-        else:
-            lost.setdefault(replica.ino, []).append(replica)
+        present = set(store.keys())
+        for replica in catalog.replicas_on(name):
+            if replica.key in present:
+                present.discard(replica.key)
+            else:
+                lost.setdefault(replica.ino, []).append(replica)
+        for key in present:
+            store.remove(key)
     for ino, replicas in lost.items():
         _fall_back(catalog, ino, replicas)
-    for name, keys in present.items():
-        for key in keys:
-            stores[name].remove(key)
 
 
 def _fall_back(catalog: Catalog, ino: int, replicas: list[Replica]) -> None:
@@ -67,17 +69,16 @@ async def reclaim_orphans(
     in the catalog never comes back."""
     removed = 0
     for name, store in stores.items():
+        keys = filter(former, store.keys())
         try:
-            keys = await trio.to_thread.run_sync(_former_keys, store, former)
+            while chunk := await trio.to_thread.run_sync(_take, keys):
+                orphans = [(name, key) for key in chunk if not _named(catalog, name, key)]
+                if orphans:
+                    failed = await trio.to_thread.run_sync(remove_files, stores, orphans)
+                    removed += len(orphans) - len(failed)
+                await trio.sleep(PAUSE)
         except OSError as error:
             log.info("tier %s: not searched for orphans: %s", name, error)
-            continue
-        for start in range(0, len(keys), CHUNK):
-            orphans = [(name, key) for key in keys[start : start + CHUNK] if not _named(catalog, name, key)]
-            if orphans:
-                failed = await trio.to_thread.run_sync(remove_files, stores, orphans)
-                removed += len(orphans) - len(failed)
-            await trio.sleep(PAUSE)
     for remove in (*(store.remove_temporaries for store in stores.values()), tree.remove_temporaries):
         try:
             removed += await trio.to_thread.run_sync(remove, former)
@@ -88,8 +89,8 @@ async def reclaim_orphans(
     return removed
 
 
-def _former_keys(store: ReplicaStore, former: Callable[[str], bool]) -> list[str]:
-    return list(filter(former, store.keys()))
+def _take(keys: Iterator[str]) -> list[str]:
+    return list(itertools.islice(keys, CHUNK))
 
 
 def _named(catalog: Catalog, tier: str, key: str) -> bool:
