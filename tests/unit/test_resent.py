@@ -12,52 +12,10 @@ from types import SimpleNamespace
 import pyfuse3
 import pytest
 import trio
+from assembled import assemble
 
-from tierfs.catalog import Catalog
-from tierfs.fs.filesystem import Filesystem
-from tierfs.fs.namespace import Namespace
-from tierfs.fs.open_files import OpenFiles
-from tierfs.fs.space import Space
 from tierfs.fuse.adapter import RESENT, Adapter
-from tierfs.migrator.migrator import Migrator
-from tierfs.policy.load import parse_policy
-from tierfs.policy.match import RuleMatcher
-from tierfs.tiers.base import ReplicaStore
-from tierfs.tiers.tree import TreeStore
-from tierfs.types import ROOT_INO, Usage
-
-
-def start(tmp_path: Path) -> Adapter:
-    """What a daemon on these directories would serve with."""
-    text = f"""
-state: {tmp_path}/state
-tiers:
-  nvme: {{kind: dir, path: {tmp_path}/nvme}}
-  archive: {{kind: dir, path: {tmp_path}/archive}}
-"""
-    policy = parse_policy(text, "test")
-    catalog = Catalog(tmp_path / "catalog")
-    store, tree = ReplicaStore("nvme", tmp_path / "nvme", persistent=True), TreeStore("archive", tmp_path / "archive")
-    store.prepare()
-    tree.prepare()
-    migrator = Migrator(catalog, policy, {"nvme": store}, tree)
-    space = Space(policy, {"nvme": store.usage, "archive": tree.usage}, catalog.tier_bytes)
-    files = OpenFiles(
-        catalog=catalog,
-        policy=policy,
-        stores={"nvme": store},
-        matcher=RuleMatcher(policy.rules),
-        space=space,
-        backing=None,
-        recall=migrator.recall,
-        changed=migrator.changed,
-        quiesce=migrator.quiesce,
-        discard=migrator.discard,
-    )
-    migrator.files = files
-    names = Namespace(catalog, files)
-    filesystem = Filesystem(catalog, names, files, migrator.wait_durable, lambda _: {})
-    return Adapter(filesystem, lambda: Usage(0, 0, 0), keeper=True)
+from tierfs.types import ROOT_INO
 
 
 def in_killed_daemon(tmp_path: Path, work: Callable[[Adapter], Coroutine[object, object, int]]) -> None:
@@ -65,7 +23,7 @@ def in_killed_daemon(tmp_path: Path, work: Callable[[Adapter], Coroutine[object,
     pid = os.fork()
     if not pid:
         try:
-            if trio.run(work, start(tmp_path)) == 0:
+            if trio.run(work, assemble(tmp_path).adapter) == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
         finally:
             os._exit(1)
@@ -104,9 +62,10 @@ def test_setxattr(tmp_path: Path, flag: int) -> None:
         return await setxattr(adapter, b"new", flag, context(2))
 
     in_killed_daemon(tmp_path, first)
-    adapter = start(tmp_path)
+    parts = assemble(tmp_path)
+    adapter = parts.adapter
     assert trio.run(setxattr, adapter, b"new", flag, context(2, resent=True)) == 0
-    assert adapter._fs.get_xattr(ROOT_INO, b"user.a") == b"new"
+    assert parts.filesystem.get_xattr(ROOT_INO, b"user.a") == b"new"
     # Another request is judged on its own merits.
     assert trio.run(setxattr, adapter, b"newer", flag, context(3)) == (errno.EEXIST if flag == os.XATTR_CREATE else 0)
-    adapter._fs.catalog.close()
+    parts.close()

@@ -184,11 +184,17 @@ class OpenFiles:
         if inode is None:
             inode = await self._open_replica(attributes, writes, truncate)
         elif writes:
-            await self.quiesce(ino)
-            if inode.replica.state is not ReplicaState.OPEN:
-                self._begin_version(inode)
-            if truncate:
-                os.ftruncate(inode.fd, 0)
+            inode.readers += 1  # so that it stays attached when its last handle is released meanwhile
+            try:
+                await self.quiesce(ino)
+                if inode.replica.state is not ReplicaState.OPEN:
+                    self._begin_version(inode)
+                if truncate:
+                    os.ftruncate(inode.fd, 0)
+            except BaseException:
+                self._drop(inode, writes=False)
+                raise
+            inode.readers -= 1
         return inode
 
     async def _open_replica(self, attributes: Attributes, writes: bool, truncate: bool) -> OpenInode:
@@ -198,11 +204,20 @@ class OpenFiles:
         role = role_of(number, path)
         if writes and truncate:
             return self._replace(attributes, rule, role)
-        local = self.local_replica(attributes)
-        if local is None or (writes and local.tier not in self.ack_tiers(rule)[:1] and self._must_keep(local, rule)):
-            local = await self.recall(attributes, rule.ack)
-        if writes:
+        while True:
+            local = self.local_replica(attributes)
+            if local is None or (
+                writes and local.tier not in self.ack_tiers(rule)[:1] and self._must_keep(local, rule)
+            ):
+                local = await self.recall(attributes, rule.ack)
+            if not writes:
+                break
             await self.quiesce(ino)
+            now = self.catalog.replica(ino, local.version, local.tier)
+            if now is not None and now.key == local.key:
+                local = now
+                break
+            # A copy ended while we waited, and the replica that it made clean was evicted.
         inode = self.attach(local, self.stores[local.tier].open(local.key), rule, role)
         if writes:
             self._begin_version(inode)

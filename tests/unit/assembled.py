@@ -1,0 +1,78 @@
+"""One daemon's parts joined as the daemon joins them, without a kernel: for tests of what happens between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierfs.catalog import Catalog
+from tierfs.fs.filesystem import Filesystem
+from tierfs.fs.namespace import Namespace
+from tierfs.fs.open_files import OpenFiles
+from tierfs.fs.space import Space
+from tierfs.fuse.adapter import Adapter
+from tierfs.migrator.migrator import Migrator
+from tierfs.policy.load import parse_policy
+from tierfs.policy.match import RuleMatcher
+from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.tree import TreeStore
+from tierfs.types import Usage
+
+
+@dataclass
+class Parts:
+    """Tiers memory (a plain directory), nvme and archive below one directory; nothing drains by itself."""
+
+    catalog: Catalog
+    stores: dict[str, ReplicaStore]
+    tree: TreeStore
+    migrator: Migrator
+    files: OpenFiles
+    names: Namespace
+    filesystem: Filesystem
+    adapter: Adapter
+
+    def close(self) -> None:
+        self.catalog.close()
+        for tier in (*self.stores.values(), self.tree):
+            tier.close()
+
+
+def assemble(top: Path) -> Parts:
+    policy = parse_policy(
+        f"""
+state: {top}/state
+tiers:
+  memory: {{kind: memory, size: 64MiB, path: {top}/memory}}
+  nvme: {{kind: dir, path: {top}/nvme}}
+  archive: {{kind: dir, path: {top}/archive}}
+""",
+        "test",
+    )
+    catalog = Catalog(top / "catalog")
+    stores = {
+        name: ReplicaStore(name, top / name, persistent=persistent)
+        for name, persistent in (("memory", False), ("nvme", True))
+    }
+    tree = TreeStore("archive", top / "archive")
+    for tier in (*stores.values(), tree):
+        tier.prepare()
+    migrator = Migrator(catalog, policy, stores, tree)
+    space = Space(policy, {**{name: store.usage for name, store in stores.items()}, "archive": tree.usage}, catalog.tier_bytes)
+    files = OpenFiles(
+        catalog=catalog,
+        policy=policy,
+        stores=stores,
+        matcher=RuleMatcher(policy.rules),
+        space=space,
+        backing=None,
+        recall=migrator.recall,
+        changed=migrator.changed,
+        quiesce=migrator.quiesce,
+        discard=migrator.discard,
+    )
+    migrator.files = files
+    names = Namespace(catalog, files)
+    filesystem = Filesystem(catalog, names, files, migrator.wait_durable, lambda _: {})
+    adapter = Adapter(filesystem, lambda: Usage(0, 0, 0), keeper=True)
+    return Parts(catalog, stores, tree, migrator, files, names, filesystem, adapter)
