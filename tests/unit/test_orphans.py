@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from tierfs.catalog import Catalog
+from tierfs.errors import CatalogError
 from tierfs.migrator.migrator import Migrator
 from tierfs.migrator.recovery import reclaim_orphans
 from tierfs.policy.load import parse_policy
@@ -61,31 +64,67 @@ def test_only_orphans_of_former_daemons_go(tmp_path: Path, many: int) -> None:
         tier.close()
 
 
-def test_discarded_bytes_go_even_when_the_daemon_ends(tmp_path: Path) -> None:
-    """The catalog has forgotten them, so no later daemon would know of them."""
+@pytest.fixture
+def migrator(tmp_path: Path) -> Iterator[Migrator]:
+    """Tiers memory, nvme and archive, with the file 2-1 on both local ones."""
     text = f"""
 state: {tmp_path}/state
 tiers:
+  memory: {{kind: memory, path: {tmp_path}/memory}}
   nvme: {{kind: dir, path: {tmp_path}/nvme}}
   archive: {{kind: dir, path: {tmp_path}/archive}}
 """
     policy = parse_policy(text, "test")
     catalog = Catalog(tmp_path / "catalog")
-    store = ReplicaStore("nvme", tmp_path / "nvme", persistent=True)
+    stores = {name: ReplicaStore(name, tmp_path / name, persistent=name == "nvme") for name in ("memory", "nvme")}
     tree = TreeStore("archive", tmp_path / "archive", None)
-    for tier in (store, tree):
+    for tier in (*stores.values(), tree):
         tier.prepare()
-    migrator = Migrator(catalog, policy, {"nvme": store}, tree)
-    os.close(store.create("2-1"))
+    for store in stores.values():
+        os.close(store.create("2-1"))
+    yield Migrator(catalog, policy, stores, tree)
+    catalog.close()
+    for tier in (*stores.values(), tree):
+        tier.close()
+
+
+def held(migrator: Migrator) -> list[str]:
+    return [name for name, store in migrator.stores.items() if list(store.keys())]
+
+
+def test_discarded_bytes_go_even_when_the_daemon_ends(migrator: Migrator) -> None:
+    """The catalog has forgotten them, so no later daemon would know of them."""
 
     async def end() -> None:
         migrator.discard("nvme", "2-1")
+        migrator.discard("memory", "2-1")
         with trio.CancelScope() as scope:
             scope.cancel()
             await migrator.remove_discarded()
 
     trio.run(end)
-    assert list(store.keys()) == []
-    catalog.close()
-    for tier in (store, tree):
-        tier.close()
+    assert held(migrator) == []
+
+
+def test_bytes_on_a_disk_go_only_after_the_catalog_is_synced(
+    migrator: Migrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut the catalog would else name bytes of which only the removal came through."""
+    seen: list[list[str]] = []
+
+    async def sync() -> None:
+        seen.append(held(migrator))
+        if len(seen) == 1:
+            raise CatalogError("disk full")
+
+    async def remove() -> None:
+        migrator.discard("memory", "2-1")
+        migrator.discard("nvme", "2-1")
+        await migrator.remove_discarded()
+        seen.append(held(migrator))
+        await migrator.remove_discarded()
+
+    monkeypatch.setattr(migrator, "sync", sync)
+    trio.run(remove, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert seen == [["nvme"], ["nvme"], ["nvme"]]
+    assert held(migrator) == []

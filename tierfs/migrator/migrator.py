@@ -448,11 +448,26 @@ class Migrator:
         try:
             while self.doomed:
                 batch, self.doomed = self.doomed, []
-                for tier, key, error in await trio.to_thread.run_sync(remove_files, self.stores, batch):
-                    log.info("tier %s: %s stays behind until the next mount: %s", tier, key, error)
+                kept = [entry for entry in batch if self.policy.tier(entry[0]).persistent]
+                await self._remove_files([entry for entry in batch if entry not in kept])
+                if not kept:
+                    continue
+                # After a power cut the catalog must not name bytes of which only the removal came through.
+                try:
+                    await self.sync()
+                except (CatalogError, OSError):  # said by `_sync_now_and_then`
+                    self.doomed += kept
+                    await trio.sleep(SYNC_SECONDS)
+                    break
+                await self._remove_files(kept)
         finally:
             self._removing = False
             self._advanced()
+
+    async def _remove_files(self, files: list[tuple[str, str]]) -> None:
+        if files:
+            for tier, key, error in await trio.to_thread.run_sync(remove_files, self.stores, files):
+                log.info("tier %s: %s stays behind until the next mount: %s", tier, key, error)
 
     def _evict(self) -> None:
         for config in self.policy.tiers[:-1]:
