@@ -58,7 +58,8 @@ tiers:
     for tier in (*stores.values(), tree):
         tier.prepare()
     migrator = Migrator(catalog, policy, stores, tree)
-    space = Space(policy, {**{name: store.usage for name, store in stores.items()}, "archive": tree.usage}, catalog.tier_bytes)
+    probes = {**{name: store.usage for name, store in stores.items()}, "archive": tree.usage}
+    space = Space(policy, probes, catalog.tier_bytes)
     files = OpenFiles(
         catalog=catalog,
         policy=policy,
