@@ -6,9 +6,12 @@ import contextlib
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 
 def can_mount_loops(*tools: str) -> bool:
@@ -35,6 +38,20 @@ def loop_disk(tmp: Path, fstype: str, size: int) -> Iterator[Path]:
     finally:
         image.unlink()
         mountpoint.rmdir()
+
+
+@pytest.fixture(scope="module", params=["tmpfs", "ext4", "xfs"])
+def disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory on each kind of filesystem; tests/unit/conftest.py offers it to the tests there."""
+    if request.param == "tmpfs":
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+            yield Path(path)
+    elif not can_mount_loops(f"mkfs.{request.param}"):
+        pytest.skip("needs root and mkfs")
+    else:
+        size = {"ext4": 64 << 20, "xfs": 320 << 20}[request.param]
+        with loop_disk(tmp_path_factory.mktemp("loop"), request.param, size) as mountpoint:
+            yield mountpoint
 
 
 def fill(fd: int) -> None:

@@ -220,6 +220,45 @@ def test_completion(shell: str, capsys: Capture) -> None:
     assert "_TIERFS_COMPLETE" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_as_the_readme_says(shell: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TIERFS_COMPLETE", f"{shell}_source")
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 0
+    script = capsys.readouterr().out
+    assert f"_TIERFS_COMPLETE={shell}_complete" in script
+    monkeypatch.delenv("_TIERFS_COMPLETE")
+    assert run("completion", shell) == 0
+    assert capsys.readouterr().out == script
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script.encode(), check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["fl"], ["plain,flush"]),
+        (["flush", "--t"], ["plain,--to", "plain,--timeout"]),
+        (["pause", "/"], ["plain,{mnt}"]),
+        (["umount", "{mnt}"], ["plain,{mnt}"]),
+        (["umount", "/etc"], ["file,/etc"]),
+        (["warmup", "/mn"], ["file,/mn"]),
+    ],
+)
+@pytest.mark.usefixtures("daemon")
+def test_the_shell_completes(
+    mnt: Path, words: list[str], expected: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [word.format(mnt=mnt) for word in words]
+    monkeypatch.setenv("_TIERFS_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", " ".join(["tierfs", *words]))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    with pytest.raises(SystemExit):
+        run()
+    assert capsys.readouterr().out.splitlines() == [line.format(mnt=mnt) for line in expected]
+
+
 def test_every_command_has_an_example(capsys: Capture) -> None:
     from tierfs.cli.app import cli
 
@@ -249,7 +288,15 @@ def test_check_and_explain(config: Path, mnt: Path, capsys: Capture) -> None:
         answer = json.loads(capsys.readouterr().out)
         assert (answer["path"], answer["ack"]) == ("run/a.pt", "memory")
     assert run("explain", config, "a.pt") == 0
-    assert "rule 0" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "rule 0" in out
+    assert "a power cut may lose the file" in out
+    assert "copied in the background down to archive" in out
+    config.write_text(config.read_text() + 'rules:\n  - {match: "**", close: archive, keep: {memory: none}}\n')
+    assert run("explain", config, "a.pt") == 0
+    out = capsys.readouterr().out
+    assert "close() returns once the file is durable on archive" in out
+    assert "leaves as soon as it is durable further down" in out
     for path in ("/etc/passwd", "../x", "."):
         assert run("explain", config, path) == 2
 

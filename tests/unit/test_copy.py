@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import random
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from tests import conftest_disks as disks
 from tierfs.durable import TemporaryFile, create_temporary
 from tierfs.errors import SourceChanged
 from tierfs.tiers import copy as copying
@@ -26,9 +25,6 @@ from tierfs.tiers.copy import (
     data_end,
     digest_file,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-disks = importlib.import_module("conftest_disks")
 
 MIB = 1 << 20
 SIZES = [0, 1, 4095, 4096, MIB, MIB + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 4096, 5 * CHUNK + 12345]

@@ -132,6 +132,7 @@ def test_explain() -> None:
         "fsync": "nvme",
         "drain": "archive",
         "keep": {"memory": "none", "nvme": "watermark", "archive": "all"},
+        "memory_tiers": ["memory"],
     }
     assert explain(policy, b"x.log")["drain"] == "none"
     assert json.loads(json.dumps(explain(policy, b"\xff")))["path"] == "\udcff"

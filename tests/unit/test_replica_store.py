@@ -1,40 +1,23 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import os
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import conftest_disks as disks
 from tierfs.errors import TierError
 from tierfs.policy.model import TierConfig
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.memory import MemoryMount, mounted_at, open_store
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-disks = importlib.import_module("conftest_disks")
-
 MIB = 1 << 20
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
-
-@pytest.fixture(scope="module", params=["tmpfs", "ext4", "xfs"])
-def disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    if request.param == "tmpfs":
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
-            yield Path(path)
-    elif not disks.can_mount_loops(f"mkfs.{request.param}"):
-        pytest.skip("needs root and mkfs")
-    else:
-        size = {"ext4": 64 * MIB, "xfs": 320 * MIB}[request.param]
-        with disks.loop_disk(tmp_path_factory.mktemp("loop"), request.param, size) as mountpoint:
-            yield mountpoint
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def completion(shell: str) -> None:
     """
     kind = get_completion_class(shell)
     assert kind is not None
-    click.echo(kind(cli, {}, "tierfs", "_TIERFS_COMPLETE").source())
+    click.echo(kind(cli, {}, "tierfs", "_TIERFS_COMPLETE").source(), nl=False)
 
 
 for _command in (*mounting.COMMANDS, *inspect.COMMANDS, *moving.COMMANDS):

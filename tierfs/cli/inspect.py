@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from tierfs.cli import render
 from tierfs.control.client import call, find_mount
@@ -22,6 +23,19 @@ ANSWER_SECONDS = 10.0
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
+class Mountpoint(click.ParamType[str]):
+    """A mountpoint; the shell completes those of the mounts that are there, then paths."""
+
+    name = "mountpoint"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        found = [record.mountpoint for record in list_mounts() if record.mountpoint.startswith(incomplete)]
+        return [CompletionItem(name) for name in found] or [CompletionItem(incomplete, type="file")]
+
+
 def mount_at(mountpoint: str) -> MountRecord:
     """The mount whose mountpoint this is; UsageError for a path inside one or outside all."""
     record, relative = find_mount(mountpoint)
@@ -31,7 +45,7 @@ def mount_at(mountpoint: str) -> MountRecord:
 
 
 @click.command()
-@click.argument("mountpoint", required=False)
+@click.argument("mountpoint", required=False, type=Mountpoint())
 @json_option
 def status(mountpoint: str | None, as_json: bool) -> None:
     """Show the tiers and the drain queue of a mount, or list all mounts.
@@ -64,7 +78,7 @@ def _status_or_error(record: MountRecord) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @json_option
 def info(path: str, as_json: bool) -> None:
     """Show where the versions of a file are and which tier holds it durably.

@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 
 from tierfs.cli import render
-from tierfs.cli.inspect import ANSWER_SECONDS, mount_at
+from tierfs.cli.inspect import ANSWER_SECONDS, Mountpoint, mount_at
 from tierfs.cli.moving import Duration, flush_one
 from tierfs.control.client import call
 from tierfs.control.protocol import MountRecord, list_mounts, mount_table, pid_alive
@@ -194,7 +194,7 @@ def _log_to_stderr(*, with_time: bool) -> None:
 
 
 @click.command()
-@click.argument("mountpoint", metavar="MOUNTPOINT|CONFIG")
+@click.argument("mountpoint", metavar="MOUNTPOINT|CONFIG", type=Mountpoint())
 @click.option("--no-drain", is_flag=True, help="Leave what is not durable yet in memory for the next mount.")
 @click.option("--timeout", type=Duration(), help="Stay mounted when draining takes longer, with exit code 3.")
 def umount(mountpoint: str, no_drain: bool, timeout: float | None) -> None:
@@ -306,7 +306,7 @@ def _wait_until_gone(record: MountRecord) -> None:
 
 
 @click.command()
-@click.argument("mountpoint")
+@click.argument("mountpoint", type=Mountpoint())
 def restart(mountpoint: str) -> None:
     """Go on with tierfs as it is installed now and with the rules as the policy file has them now.
 

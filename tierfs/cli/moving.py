@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import click
 
 from tierfs.cli import render
-from tierfs.cli.inspect import ANSWER_SECONDS, json_option, mount_at
+from tierfs.cli.inspect import ANSWER_SECONDS, Mountpoint, json_option, mount_at
 from tierfs.control.client import call, find_mount
 from tierfs.control.protocol import Json, MountRecord, list_mounts
 from tierfs.units import parse_duration
@@ -26,7 +27,7 @@ class Duration(click.ParamType[float]):
 
 
 @click.command()
-@click.argument("path", required=False)
+@click.argument("path", required=False, type=click.Path())
 @click.option("--to", metavar="TIER", help="Until durable on this tier.  [default: the last]")
 @click.option("--timeout", type=Duration(), help="Give up after this time, such as 5m, with exit code 3.")
 @json_option
@@ -74,16 +75,25 @@ def _say_flushed(path: str, answer: Json) -> None:
     )
 
 
-@click.command()
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
-@json_option
-def warmup(paths: tuple[str, ...], as_json: bool) -> None:
+def _paths(help: str) -> Callable[[Callable[..., None]], click.Command]:
+    """A command that takes paths and prints one answer; ``help`` ends with its examples."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        paths = click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
+        return click.command(help=help)(paths(json_option(function)))
+
+    return decorate
+
+
+@_paths(
     """Copy files up to the fastest tiers ahead of need; directories with all that is in them.
 
     \b
     Example:
       tierfs warmup /mnt/ckpt/run42/step-1000
     """
+)
+def warmup(paths: tuple[str, ...], as_json: bool) -> None:
     answer = _on_paths("warmup", "recalling", paths, {})
     if as_json:
         render.print_json(answer)
@@ -94,11 +104,7 @@ def warmup(paths: tuple[str, ...], as_json: bool) -> None:
         )
 
 
-@click.command()
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
-@click.option("--from", "tier", metavar="TIER", help="Only this tier's copies.  [default: all but the last tier's]")
-@json_option
-def evict(paths: tuple[str, ...], tier: str | None, as_json: bool) -> None:
+@_paths(
     """Drop copies that a tier further down holds durably; what is open or not durable yet stays.
 
     \b
@@ -106,6 +112,9 @@ def evict(paths: tuple[str, ...], tier: str | None, as_json: bool) -> None:
       tierfs evict /mnt/ckpt/run41
       tierfs evict /mnt/ckpt/run42/step-1000.pt --from memory
     """
+)
+@click.option("--from", "tier", metavar="TIER", help="Only this tier's copies.  [default: all but the last tier's]")
+def evict(paths: tuple[str, ...], tier: str | None, as_json: bool) -> None:
     answer = _on_paths("evict", "evicting", paths, {} if tier is None else {"from": tier})
     if as_json:
         render.print_json(answer)
@@ -129,32 +138,20 @@ def _on_paths(op: str, what: str, paths: tuple[str, ...], args: Json) -> Json:
     return total
 
 
-@click.command()
-@click.argument("mountpoint")
-def pause(mountpoint: str) -> None:
-    """Stop draining until `tierfs resume`; files are still read and written.
+def _switch(op: str, result: str, help: str) -> click.Command:
+    """A command that asks one mount for ``op`` and says ``result``."""
 
-    \b
-    Example:
-      tierfs pause /mnt/ckpt
-    """
-    record = mount_at(mountpoint)
-    call(record, "pause", timeout=ANSWER_SECONDS)
-    render.say(f"{record.mountpoint}: drains are paused")
+    @click.command(op, help=f"{help}\n\n\b\nExample:\n  tierfs {op} /mnt/ckpt")
+    @click.argument("mountpoint", type=Mountpoint())
+    def command(mountpoint: str) -> None:
+        record = mount_at(mountpoint)
+        call(record, op, timeout=ANSWER_SECONDS)
+        render.say(f"{record.mountpoint}: {result}")
+
+    return command
 
 
-@click.command()
-@click.argument("mountpoint")
-def resume(mountpoint: str) -> None:
-    """Go on draining after `tierfs pause`.
-
-    \b
-    Example:
-      tierfs resume /mnt/ckpt
-    """
-    record = mount_at(mountpoint)
-    call(record, "resume", timeout=ANSWER_SECONDS)
-    render.say(f"{record.mountpoint}: drains go on")
-
+pause = _switch("pause", "drains are paused", "Stop draining until `tierfs resume`; files are still read and written.")
+resume = _switch("resume", "drains go on", "Go on draining after `tierfs pause`.")
 
 COMMANDS: tuple[click.Command, ...] = (flush, warmup, evict, pause, resume)

@@ -182,11 +182,32 @@ def policy(summary: Json) -> None:
 
 
 def explanation(answer: Json) -> None:
-    """How one path is treated."""
+    """How one path is treated, in sentences."""
+    ack, drain = answer["ack"], answer["drain"]
+    memory = ack in answer["memory_tiers"]
     say(f"{answer['path']}: rule {answer['rule']}, pattern {answer['pattern']}")
-    for key in ("ack", "close", "fsync", "drain"):
-        say(f"  {key:6} {answer[key]}")
-    say(f"  keep   {_keep(answer['keep'])}")
+    rows = [("ack", ack, f"write() puts the bytes on {ack}, or a tier further down when it is full")]
+    for call in ("close", "fsync"):
+        tier = answer[call]
+        if tier != "ack":
+            meaning = f"{call}() returns once the file is durable on {tier}"
+        elif call == "fsync" and ack not in answer["memory_tiers"]:
+            meaning = f"fsync() waits for {ack}"
+        else:
+            meaning = f"{call}() returns at once" + ("; a power cut may lose the file" if memory else "")
+        rows.append((call, tier, meaning))
+    stays = f"the file stays on {ack}"
+    rows.append(("drain", drain, stays if drain == "none" else f"copied in the background down to {drain}"))
+    for tier, keep in answer["keep"].items():
+        rows.append((f"keep {tier}", keep, _KEEP_MEANS[keep]))
+    table(("KEY", "VALUE", "MEANS"), rows)
+
+
+_KEEP_MEANS = {
+    "watermark": "leaves for room, oldest first, once durable further down",
+    "all": "never leaves",
+    "none": "leaves as soon as it is durable further down",
+}
 
 
 def _keep(keep: Json) -> str:

@@ -16,7 +16,9 @@ def explain(policy: Policy, path: bytes) -> dict[str, object]:
     """
     matcher = RuleMatcher(policy.rules)
     index, rule = matcher.rule_for(path)
-    return {"path": os.fsdecode(path), "rule": index, "pattern": matcher.pattern_for(path)} | _treatment(policy, rule)
+    where = {"path": os.fsdecode(path), "rule": index, "pattern": matcher.pattern_for(path)}
+    memory = {"memory_tiers": [tier.name for tier in policy.tiers if not tier.persistent]}
+    return where | _treatment(policy, rule) | memory
 
 
 def check_summary(policy: Policy) -> dict[str, object]:
