@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import os
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -93,6 +94,18 @@ def test_unit_commands_exist(key: str) -> None:
     command = cli.commands[name]
     with command.make_context(name, arguments) as context:
         assert isinstance(context, click.Context)
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
+    """The program is named by its full path here: systemd looks for it, and need not find it on this machine."""
+    text = (MOUNT / "tierfs@.service").read_text()
+    (tmp_path / "tierfs@.service").write_text(text.replace("=tierfs ", "=/bin/sh "))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", tmp_path / "tierfs@ckpt.service"], capture_output=True, text=True, timeout=60
+    )
+    ours = [line for line in done.stderr.splitlines() if "tierfs@" in line]
+    assert (done.returncode, ours) == (0, [])
 
 
 def test_unit_waits_for_the_drain() -> None:

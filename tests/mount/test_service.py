@@ -1,0 +1,96 @@
+"""mount/ on a real mount: what systemd and mount(8) do with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tierfs
+from tests.mount.conftest import MODES, Mounter
+from tierfs.testing.mounting import is_mounted
+
+HELPER = Path(__file__).parents[2] / "mount" / "mount.tierfs"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_service_says_that_it_is_ready_and_ends_when_told(mounter: Mounter, mode: str, tmp_path: Path) -> None:
+    """Type=notify, NotifyAccess=main, SIGTERM."""
+    with mounter(mode) as mnt, mnt.abort_after(90):
+        mnt.umount()
+        address = tmp_path / "notify"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+            systemd.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            systemd.settimeout(30)
+            systemd.bind(str(address))
+            command = [sys.executable, "-m", "tierfs", "mount", "--foreground", mnt.config, mnt.path]
+            environ = {**os.environ, "NOTIFY_SOCKET": str(address)}
+            with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, env=environ, stderr=log) as service:
+                try:
+                    message, ancillary, _, _ = systemd.recvmsg(100, socket.CMSG_SPACE(12))
+                    assert message == b"READY=1"
+                    assert struct.unpack("iII", ancillary[0][2])[0] == service.pid, "NotifyAccess=main ignores others"
+                    (mnt.path / "model.pt").write_bytes(b"m" * (5 << 20))
+                    service.send_signal(signal.SIGTERM)
+                    assert service.wait(60) == 0
+                finally:
+                    service.kill()
+        assert not is_mounted(mnt.path)
+        assert (mnt.archive / "model.pt").stat().st_size == 5 << 20
+        assert b"Traceback" not in (tmp_path / "log").read_bytes()
+
+
+def test_after_a_killed_keeper_umount_makes_way_for_the_next_start(mounter: Mounter) -> None:
+    """What Restart=on-failure needs: ExecStop runs first, and clears the dead mount away."""
+    with mounter("passthrough", allow_log=["keeper", "Traceback", "mount"]) as mnt, mnt.abort_after(90):
+        mnt.cli("pause", mnt.path)
+        (mnt.path / "model.pt").write_bytes(b"m" * (1 << 20))
+        keeper = mnt.status()["keeper_pid"]
+        assert isinstance(keeper, int)
+        os.kill(keeper, signal.SIGKILL)
+        mnt.cli("umount", mnt.config)
+        assert not is_mounted(mnt.path)
+        mnt.mount()
+        assert (mnt.path / "model.pt").read_bytes() == b"m" * (1 << 20)
+
+
+NAMESPACE = """\
+set -eu
+mount -t overlay none -o lowerdir="$1/sbin:/usr/sbin" /usr/sbin
+mount -t overlay none -o lowerdir="$1/bin:/usr/local/bin" /usr/local/bin
+mount -T "$1/fstab" "$2"
+echo written >"$2/file"
+grep -q "fuse.tierfs" /proc/mounts
+"$1/bin/tierfs" umount "$2"
+! grep -q " $2 fuse.tierfs" /proc/mounts
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_line_in_fstab_mounts(mounter: Mounter, mode: str, tmp_path: Path) -> None:
+    """As mount(8) does it, with the helper installed; in a mount namespace of its own."""
+    with mounter(mode) as mnt:
+        mnt.umount()
+        for name in ("bin", "sbin"):
+            (tmp_path / name).mkdir()
+        program = tmp_path / "bin" / "tierfs"
+        # mount(8) passes no environment on
+        package = Path(tierfs.__file__).parents[1]
+        program.write_text(f'#!/bin/sh\nPYTHONPATH={package} exec {sys.executable} -m tierfs "$@"\n')
+        program.chmod(0o755)
+        shutil.copy(HELPER, tmp_path / "sbin" / "mount.tierfs")
+        (tmp_path / "fstab").write_text(f"{mnt.config} {mnt.path} tierfs defaults,nofail,_netdev 0 0\n")
+        script = ["unshare", "-m", "sh", "-c", NAMESPACE, "fstab", tmp_path, mnt.path]
+        done = subprocess.run(script, capture_output=True, text=True, timeout=90)
+        if "overlay" in done.stderr:
+            pytest.skip(f"no overlay to install the helper with: {done.stderr}")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert (mnt.archive / "file").read_text() == "written\n"
