@@ -112,6 +112,7 @@ class Daemon:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(migrator.run)
+                nursery.start_soon(files.follow_rules)
                 if not self.catalog.was_clean:
                     nursery.start_soon(
                         reclaim_orphans, self.catalog, self.tiers.stores, self.tiers.tree, files.former_key

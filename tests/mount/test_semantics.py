@@ -191,6 +191,24 @@ def test_a_file_renamed_to_a_rule_that_drains_further_does(mounter: Mounter, mod
             assert (mnt.archive / path).read_bytes() == content
 
 
+def test_rules_that_changed_between_mounts_are_followed(mounter: Mounter, mode: str) -> None:
+    rules = [{"match": "**/*.scratch", "drain": "none"}, {"match": "**/*.log", "drain": "nvme"}]
+    with limited(mounter, mode, rules=rules) as mnt:
+        for number in range(200):
+            (mnt.path / f"{number}.scratch").write_bytes(b"%d" % number)
+        (mnt.path / "a.log").write_bytes(b"log")
+        mnt.flush()
+        mnt.umount()
+        policy = mnt.config.read_text()
+        mnt.config.write_text(policy.replace("drain: none", "drain: archive").replace("drain: nvme", "drain: archive"))
+        mnt.mount()
+        mnt.flush()
+        assert {path.name: path.read_bytes() for path in mnt.archive.iterdir() if path.name != ".tierfs"} == {
+            **{f"{number}.scratch": b"%d" % number for number in range(200)},
+            "a.log": b"log",
+        }
+
+
 # crashes
 
 

@@ -184,6 +184,24 @@ class Catalog(Database):
         for row in rows:
             yield Attributes(*row)
 
+    def files_after(self, ino: int, limit: int) -> list[Attributes]:
+        """Up to ``limit`` regular files that have a name, above inode ``ino``, in order."""
+        rows = self._run(
+            f"SELECT {_ATTRIBUTES} FROM inodes WHERE ino>? AND nlink>0 AND mode & 61440 = 32768 ORDER BY ino LIMIT ?",
+            (ino, limit),
+        )
+        return [Attributes(*row) for row in rows]
+
+    @property
+    def drains(self) -> str | None:
+        """What `remember_drains` was last told."""
+        found: str | None = self._meta("drains")
+        return found
+
+    def remember_drains(self, drains: str) -> None:
+        """The rules and tiers, as text, that the queued copies of all files follow now."""
+        self._write("INSERT OR REPLACE INTO meta VALUES ('drains', ?)", (drains,))
+
     def add_inode(
         self, mode: int, uid: int, gid: int, now: int, *, nlink: int = 1, rdev: int = 0, target: bytes | None = None
     ) -> Attributes:

@@ -30,6 +30,9 @@ from tierfs.types import Attributes, Ino, OpKind, Replica, ReplicaState
 NOFLUSH = 1 << 63
 """Bit of a handle that asks the keeper to spare this file's FLUSH requests."""
 
+RULE_CHUNK, RULE_PAUSE = 128, 0.01
+"""Files looked at in one go after the rules changed, and seconds between, so that requests are served meanwhile."""
+
 _SERIAL_MASK = (1 << 30) - 1
 
 
@@ -363,20 +366,41 @@ class OpenFiles:
         self.catalog.forget_paths()
         now = time.time_ns()
         for attributes in self.catalog.subtree(top):
-            _, rule = self.rule_of(self.catalog.path_of(attributes.ino))
-            inode = self.inodes.get(attributes.ino)
-            if inode is not None:
-                inode.rule = rule
-            local = self.local_replica(attributes)
-            if local is None or local.state is ReplicaState.OPEN:  # on the archive, or queued when it is closed
-                continue
-            present = {
-                replica.tier
-                for replica in self.catalog.replicas(attributes.ino)
-                if replica.version == attributes.version and replica.state is ReplicaState.DURABLE
-            }
-            present |= self.catalog.queued(attributes.ino, attributes.version, self.policy.tiers[-1].name)
-            self.queue_copies(local, rule, now, present)
+            self._queue_missing(attributes, now)
+
+    def _queue_missing(self, attributes: Attributes, now: int) -> None:
+        """Queue the copies of a closed file that its rule, as it is now, wants and nobody has queued."""
+        _, rule = self.rule_of(self.catalog.path_of(attributes.ino))
+        inode = self.inodes.get(attributes.ino)
+        if inode is not None:
+            inode.rule = rule
+        local = self.local_replica(attributes)
+        if local is None or local.state is ReplicaState.OPEN:  # on the archive, or queued when it is closed
+            return
+        present = {
+            replica.tier
+            for replica in self.catalog.replicas(attributes.ino)
+            if replica.version == attributes.version and replica.state is ReplicaState.DURABLE
+        }
+        present |= self.catalog.queued(attributes.ino, attributes.version, self.policy.tiers[-1].name)
+        self.queue_copies(local, rule, now, present)
+
+    async def follow_rules(self) -> None:
+        """At a start with other rules or tiers than the last one's: queue what the new ones want of every file."""
+        tiers, rules = self.policy.tiers, self.policy.rules
+        drains = repr(([tier.name for tier in tiers], [(rule.match, rule.ack, rule.lowest) for rule in rules]))
+        if self.catalog.drains == drains:
+            return
+        after = 0
+        while chunk := self.catalog.files_after(after, RULE_CHUNK):
+            with self.catalog.transaction():
+                for attributes in chunk:
+                    self._queue_missing(attributes, time.time_ns())
+            after = chunk[-1].ino
+            self.changed()
+            await trio.sleep(RULE_PAUSE)
+        with self.catalog.transaction():
+            self.catalog.remember_drains(drains)
 
     def reachable(self, ino: int, tier: str) -> str | None:
         """``tier``, or the lowest tier above it that the file's rule drains to; None when that is not persistent."""
