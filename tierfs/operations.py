@@ -202,7 +202,7 @@ class Operations:
         total = sum(a.size for a in wanted)
         done = recalled = 0
         for attributes in wanted:
-            recalled += await self._migrator.warmup(attributes)
+            recalled += await self._migrator.recaller.warmup(attributes)
             done += attributes.size
             await progress(done, total, "recalling")
         return {"files": len(wanted), "recalled": recalled, "bytes": total}

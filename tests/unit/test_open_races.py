@@ -110,6 +110,6 @@ def content(parts: Parts, ino: int, expected: bytes) -> None:
     """The current version has these bytes, in a file that is there."""
     trio.run(parts.migrator.remove_discarded)
     handle = trio.run(parts.files.open, ino, os.O_RDONLY)
-    assert parts.filesystem.read(handle, 0, 1 << 20) == expected
+    assert trio.run(parts.filesystem.read, handle, 0, 1 << 20) == expected
     parts.files.release(handle)
     assert parts.names.attributes(ino).size == len(expected)

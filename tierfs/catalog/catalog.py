@@ -266,6 +266,8 @@ class Catalog(Database):
     def drop_inodes(self, inos: list[int]) -> None:
         for ino in inos:
             self._write("DELETE FROM xattrs WHERE ino=?", (ino,))
+            if self._run("SELECT 1 FROM chunks WHERE ino=?", (ino,)).fetchone():
+                self._write("DELETE FROM chunks WHERE ino=?", (ino,))
             self._write("DELETE FROM inodes WHERE ino=? AND nlink=0", (ino,))
 
     # xattrs
@@ -336,6 +338,14 @@ class Catalog(Database):
         self._write(
             "DELETE FROM replicas WHERE ino=? AND version=? AND tier=?", (replica.ino, replica.version, replica.tier)
         )
+
+    def put_chunks(self, ino: int, version: int, digests: bytes) -> None:
+        """The digests of the chunks of a version, instead of those of an older one."""
+        self._write("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?)", (ino, version, digests))
+
+    def chunks(self, ino: int, version: int) -> bytes | None:
+        row = self._run("SELECT digests FROM chunks WHERE ino=? AND version=?", (ino, version)).fetchone()
+        return row[0] if row else None
 
     def drop_tier(self, tier: str) -> None:
         """Everything on ``tier`` is about to go, and is durable elsewhere. A transaction of its own."""

@@ -1,8 +1,8 @@
-"""Catalog format 2. The comment at each column is the authority on its meaning and sentinels."""
+"""Catalog format 3. The comment at each column is the authority on its meaning and sentinels."""
 
 from __future__ import annotations
 
-FORMAT = 2
+FORMAT = 3
 
 SCHEMA = """
 CREATE TABLE meta (
@@ -78,6 +78,12 @@ CREATE TRIGGER replica_changed AFTER UPDATE OF state, size ON replicas BEGIN
     INSERT INTO sums VALUES (new.tier, new.state, 1, new.size)
         ON CONFLICT DO UPDATE SET files = files + 1, bytes = bytes + new.size;
 END;
+
+CREATE TABLE chunks (
+    ino     INTEGER PRIMARY KEY,        -- large files only, and only what was last copied to the archive
+    version INTEGER NOT NULL,
+    digests BLOB NOT NULL               -- xxh3-128 of each chunk of 4 MiB, whose digest is the replica's
+);
 
 CREATE TABLE drains (
     seq     INTEGER PRIMARY KEY,        -- order of close

@@ -85,8 +85,14 @@ class Filesystem:
         except KeyError:
             raise FsError(errno.EBADF) from None
 
-    def read(self, fh: int, offset: int, length: int) -> bytes:
-        return os.pread(self.handle(fh).inode.fd, length, offset)
+    async def read(self, fh: int, offset: int, length: int) -> bytes:
+        """Waits for bytes that are still on their way from a slower tier."""
+        inode = self.handle(fh).inode
+        if inode.filling is not None:
+            await inode.filling.wait(offset, length)
+            if self.files.policy.tier(inode.replica.tier).persistent:
+                return await trio.to_thread.run_sync(os.pread, inode.fd, length, offset)
+        return os.pread(inode.fd, length, offset)
 
     def write(self, fh: int, offset: int, data: bytes) -> int:
         fd = self.handle(fh).inode.fd

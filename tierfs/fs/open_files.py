@@ -4,6 +4,9 @@ Invariants:
 - All handles of an inode share one backing descriptor (and, with passthrough, one backing id):
   the fastest local replica of the current version at the first open. Nothing removes it or adds a faster
   one while the inode is open.
+- A large cold file is opened while its bytes are still on their way (`filling`). Passthrough would read the holes of
+  its backing file, and the kernel refuses to mix, so such an inode has no backing id until its last close: reads come
+  to the daemon and wait for their range. Whoever wants to write waits until the whole file is here.
 - While any handle may write, the current version is OPEN: its size and times are the backing file's.
 - `close_version` runs once per OPEN version: at the last release of a writer, or when a new daemon
   finds a version OPEN that nobody has open.
@@ -33,6 +36,10 @@ NOFLUSH = 1 << 63
 RULE_CHUNK, RULE_PAUSE = 128, 0.01
 """Files looked at in one go after the rules changed, and seconds between, so that requests are served meanwhile."""
 
+GRADUAL = 64 << 20
+"""Files above this many bytes are open for reading before they are recalled; smaller ones are here in no time, and
+then read through passthrough."""
+
 _SERIAL_MASK = (1 << 30) - 1
 
 
@@ -51,6 +58,27 @@ class Backing(Protocol):
     def close(self, backing_id: int) -> None: ...
 
 
+class Filling(Protocol):
+    """A backing file whose bytes are still on their way from a slower tier."""
+
+    fd: int
+    """The file, open for reading and writing; the inode's to close."""
+    replica: Replica
+    """What it is going to be; not in the catalog before it is complete."""
+
+    async def wait(self, offset: int, length: int) -> None:
+        """Returns when this range is here and known to be right. FsError EIO when it is not to be had."""
+
+    async def complete(self) -> None:
+        """Returns when the whole file is a replica in the catalog. FsError EIO when it cannot be."""
+
+    async def cut(self) -> None:
+        """Stop, and make the file a replica without a byte: the next version starts in it."""
+
+    def abandon(self) -> None:
+        """Nobody has the file open any more: give up what is not complete."""
+
+
 @dataclass
 class OpenInode:
     ino: Ino
@@ -63,6 +91,8 @@ class OpenInode:
     writers: int = 0
     snapshot: tuple[int, int] | None = None
     """(size, mtime_ns) when fsync or close made the version durable while it stayed open for writing."""
+    filling: Filling | None = None
+    """Set while the bytes are on their way."""
 
 
 @dataclass
@@ -86,6 +116,8 @@ class OpenFiles:
     backing: Backing | None
     recall: Callable[[Attributes, str], Awaitable[Replica]]
     """Bring the current version to the named tier (or a slower one, if full) and return the replica there."""
+    fill: Callable[[Attributes, str], Filling]
+    """Like `recall`, but returns at once, with the bytes on their way."""
     changed: Callable[[], None]
     """Called after a close or removal gave the migrator something to do."""
     quiesce: Callable[[int], Awaitable[None]]
@@ -189,6 +221,9 @@ class OpenFiles:
         elif writes:
             inode.readers += 1  # so that it stays attached when its last handle is released meanwhile
             try:
+                if inode.filling is not None:
+                    await (inode.filling.cut() if truncate else inode.filling.complete())
+                    inode.filling = None
                 await self.quiesce(ino)
                 if inode.replica.state is not ReplicaState.OPEN:
                     self._begin_version(inode)
@@ -207,6 +242,8 @@ class OpenFiles:
         role = role_of(number, path)
         if writes and truncate:
             return self._replace(attributes, rule, role)
+        if self.local_replica(attributes) is None and not writes and attributes.size > GRADUAL:
+            return self._attach_filling(attributes, rule, role)
         while True:
             local = self.local_replica(attributes)
             if local is None or (
@@ -225,6 +262,19 @@ class OpenFiles:
         if writes:
             self._begin_version(inode)
         return inode
+
+    def _attach_filling(self, attributes: Attributes, rule: Rule, role: tuple[int, bytes]) -> OpenInode:
+        filling = self.fill(attributes, rule.ack)
+        inode = OpenInode(attributes.ino, filling.fd, filling.replica, 0, rule, role, filling=filling)
+        self.inodes[attributes.ino] = inode
+        return inode
+
+    def filled(self, filling: Filling, replica: Replica) -> None:
+        """The bytes are all here and ``replica`` is in the catalog."""
+        inode = self.inodes.get(replica.ino)
+        if inode is not None and inode.filling is filling:
+            inode.replica = replica
+            inode.filling = None
 
     def _must_keep(self, local: Replica, rule: Rule) -> bool:
         """Whether writing into this replica would destroy a durable version further down than the ack tier."""
@@ -296,7 +346,10 @@ class OpenFiles:
         del self.inodes[inode.ino]
         if self.backing and inode.backing_id:
             self.backing.close(inode.backing_id)
-        os.close(inode.fd)
+        if inode.filling is not None:
+            inode.filling.abandon()
+        else:
+            os.close(inode.fd)
         if inode.ino in self.forgotten:
             self.forgotten.discard(inode.ino)
             self.drop_orphan(inode.ino)
@@ -426,19 +479,17 @@ class OpenFiles:
         if inode is None:
             attributes = self.catalog.attributes(ino)
             replica = self.local_replica(attributes) if attributes else None
-            if attributes is None or replica is None:
+            if attributes is None or (replica is None and backing_id):
                 raise FsError(errno.ESTALE, f"inode {ino} is open but has no local replica")
             path = self.catalog.path_of(ino)
             number, rule = self.rule_of(path)
-            inode = OpenInode(
-                attributes.ino,
-                self.stores[replica.tier].open(replica.key),
-                replica,
-                backing_id,
-                rule,
-                role_of(number, path),
-            )
-            self.inodes[ino] = inode
+            role = role_of(number, path)
+            if replica is None:
+                inode = self._attach_filling(attributes, rule, role)
+            else:
+                fd = self.stores[replica.tier].open(replica.key)
+                inode = OpenInode(attributes.ino, fd, replica, backing_id, rule, role)
+                self.inodes[ino] = inode
         handle = Handle(inode, flags)
         self.handles[fh] = handle
         self._serial = max(self._serial, (fh & ~NOFLUSH) >> 32)

@@ -20,10 +20,16 @@ class Space:
     held: Callable[[str], int]
     """Bytes of a tier's replicas, as the catalog has them."""
     learned: LearnedSizes = field(default_factory=LearnedSizes)
+    reserved: dict[str, int] = field(default_factory=dict)
+    """Bytes per tier that files on their way up will take, and that the catalog does not know yet."""
+
+    def reserve(self, tier: str, size: int) -> None:
+        """``size`` is negative to take it back."""
+        self.reserved[tier] = self.reserved.get(tier, 0) + size
 
     def usage(self, tier: str) -> Usage:
         """OSError when the tier does not answer."""
-        return self.probes[tier](self.held(tier))
+        return self.probes[tier](self.held(tier) + self.reserved.get(tier, 0))
 
     def choose(self, candidates: Sequence[str], expected: int) -> str:
         """The tier for a new file out of ``candidates``, fastest first."""

@@ -258,7 +258,7 @@ class Adapter(pyfuse3.Operations):
 
     @_answer
     async def read(self, fh: int, off: int, size: int) -> bytes:
-        return self._fs.read(fh, off, size)
+        return await self._fs.read(fh, off, size)
 
     @_answer
     async def write(self, fh: int, off: int, buf: bytes) -> int:

@@ -1,4 +1,4 @@
-"""The migrator: drains closed files down, recalls cold ones up, evicts clean ones, follows on the archive.
+"""The migrator: drains files down, evicts clean ones, follows on the archive. `recall` brings cold ones up.
 
 One task decides (`run`), from pure plans; copies run in threads under a limit. Nothing here is on the
 path of a write or close.
@@ -6,7 +6,6 @@ path of a write or close.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import random
@@ -17,11 +16,12 @@ from dataclasses import dataclass, field
 import trio
 
 from tierfs.catalog import Catalog
-from tierfs.errors import CatalogError, DigestMismatch, FsError, NotDurableInTime, SourceChanged, TierError, UsageError
+from tierfs.errors import CatalogError, DigestMismatch, NotDurableInTime, SourceChanged, TierError, UsageError
 from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive, Ready
+from tierfs.migrator.recall import Recaller
 from tierfs.migrator.throttle import Throttle
-from tierfs.migrator.transfer import Copied, Early, Transfer, copy_to_store, recall_file, remove_files
+from tierfs.migrator.transfer import Copied, Early, Transfer, copy_to_store, remove_files
 from tierfs.plan.drain import SMALL, Pending, plan_drain
 from tierfs.plan.evict import Candidate, plan_evict
 from tierfs.policy.model import Keep, Policy, TierConfig
@@ -87,6 +87,7 @@ class Migrator:
         self.archive_name = self.policy.tiers[-1].name
         self.archive = Archive(self.catalog, self.tree, self.archive_name)
         self.throttle = Throttle(self.policy.limits.drain)
+        self.recaller = Recaller(self)
 
     # signals from the filesystem
 
@@ -123,6 +124,7 @@ class Migrator:
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.recaller.run)
             nursery.start_soon(self._measure)
             nursery.start_soon(self._sync_now_and_then)
             nursery.start_soon(self._watch_writers, nursery)
@@ -276,6 +278,7 @@ class Migrator:
             copied.temp.discard()
             return
         if to_archive:
+            self.recaller.remember(source, copied.chunks)
             self.ready[transfer.ino, transfer.version] = Ready(copied.temp, source.size, copied.digest)
         else:
             store = self.stores[transfer.tier]
@@ -586,69 +589,3 @@ class Migrator:
         if attributes is None or attributes.nlink == 0:
             return True
         return self.durable(wanted.ino, wanted.version, tier)
-
-    # recall
-
-    async def recall(self, attributes: Attributes, tier: str) -> Replica:
-        """Bring the current version to ``tier``, or a slower local one when that is full."""
-        ino = attributes.ino
-        sources = [
-            r
-            for r in self.catalog.replicas(ino)
-            if r.version == attributes.version and r.state is not ReplicaState.OPEN
-        ]
-        order = [t.name for t in self.policy.tiers]
-        sources.sort(key=lambda r: order.index(r.tier))
-        candidates = [name for name in self.stores if order.index(name) >= order.index(tier)] or list(self.stores)
-        if not sources:
-            raise FsError(errno.EIO, f"inode {ino}: no replica of version {attributes.version}")
-        last: Exception | None = None
-        for source in sources:
-            chosen = self.files.space.choose(candidates, source.size)
-            if any(r.tier == chosen for r in sources):
-                return next(r for r in sources if r.tier == chosen)
-            try:
-                return await self._recall_from(source, attributes, chosen)
-            except (TierError, DigestMismatch) as error:
-                log.error("%s", error)
-                self.last_errors[source.tier] = str(error)
-                last = error
-        raise FsError(errno.EIO, str(last))
-
-    async def _recall_from(self, source: Replica, attributes: Attributes, tier: str) -> Replica:
-        key = self.files.new_key(source.ino)
-        path = self._published_path(source.ino)
-
-        def open_source() -> int:
-            if source.tier == self.archive_name:
-                if path is None:
-                    raise FileNotFoundError(errno.ENOENT, "not on the archive")
-                return self.tree.open(path)
-            return self.stores[source.tier].open(source.key)
-
-        digest = await trio.to_thread.run_sync(
-            recall_file, open_source, source, self.stores[tier], key, attributes.mtime_ns
-        )
-        replica = Replica(source.ino, source.version, tier, ReplicaState.WRITTEN, key, source.size, digest)
-        if self.policy.tier(tier).persistent:
-            replica = Replica(source.ino, source.version, tier, ReplicaState.DURABLE, key, source.size, digest)
-        with self.catalog.transaction():
-            self.catalog.put_replica(replica)
-        return replica
-
-    def _published_path(self, ino: int) -> tuple[bytes, ...] | None:
-        for name in self.catalog.published_names(ino):
-            if name.occupant == ino:
-                return self.catalog.published_path(name.parent, name.name)
-        return None
-
-    async def warmup(self, attributes: Attributes) -> bool:
-        """Recall ahead of need; False when the bytes are on a local tier already or the file is open."""
-        if attributes.ino in self.files.inodes or self.files.local_replica(attributes) is not None:
-            return False
-        _, rule = self.files.rule_of(self.catalog.path_of(attributes.ino))
-        async with self.files.locked(attributes.ino):
-            if attributes.ino in self.files.inodes or self.files.local_replica(attributes) is not None:
-                return False
-            await self.recall(attributes, rule.ack)
-        return True

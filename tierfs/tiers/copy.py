@@ -197,6 +197,12 @@ def _chunk(fd: int, offset: int, length: int, mapped: memoryview | None) -> memo
     raise SourceChanged(f"the file became shorter than {offset + length} bytes while it was copied")
 
 
+def read_chunk(fd: int, offset: int, length: int) -> memoryview:
+    """``length`` <= CHUNK bytes in this thread's buffer, good until its next chunk. Raises OSError; SourceChanged when
+    the file ends before."""
+    return _chunk(fd, offset, length, None)
+
+
 def _length(offset: int, size: int) -> int:
     return min(CHUNK, size - offset)
 

@@ -1,0 +1,214 @@
+"""Recall: bytes of a cold file come up to a local tier, as a whole (`Recaller.recall`) before an open returns, or while
+the file is open already (`Recaller.fill`, see `gradual`). Either way nobody sees a byte that was not checked.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import trio
+
+from tierfs.catalog import Catalog
+from tierfs.errors import DigestMismatch, FsError, TierError
+from tierfs.fs.open_files import GRADUAL, OpenFiles
+from tierfs.migrator.gradual import Recall
+from tierfs.migrator.transfer import recall_file
+from tierfs.policy.model import Policy
+from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.copy import CHUNK, DIGEST_SIZE, tree_digest
+from tierfs.tiers.tree import TreeStore
+from tierfs.types import Attributes, Replica, ReplicaState
+
+log = logging.getLogger("tierfs.recall")
+
+THREADS = 24
+"""All gradual recalls together; threads of their own, because an archive that hangs keeps them."""
+CHUNKS_LIMIT = 1 << 20
+"""Longer lists of chunk digests (files above 256 GiB) are not kept: a transaction must fit the catalog's journal."""
+
+
+class Host(Protocol):
+    """What this module needs of the migrator."""
+
+    catalog: Catalog
+    policy: Policy
+    stores: dict[str, ReplicaStore]
+    tree: TreeStore
+    files: OpenFiles
+    archive_name: str
+    last_errors: dict[str, str]
+
+
+class Recaller:
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._limiter = trio.CapacityLimiter(THREADS)
+        self._nursery: trio.Nursery | None = None
+        self._waiting: list[Recall] = []
+
+    async def run(self) -> None:
+        """Serve `fill` until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            for recall in self._waiting:
+                nursery.start_soon(recall.run)
+            self._waiting.clear()
+            await trio.sleep_forever()
+
+    # whole
+
+    async def recall(self, attributes: Attributes, tier: str) -> Replica:
+        """Bring the current version to ``tier``, or a slower local one when that is full."""
+        host = self._host
+        sources = self._sources(attributes)
+        candidates = self._candidates(tier)
+        if not sources:
+            raise FsError(errno.EIO, f"inode {attributes.ino}: no replica of version {attributes.version}")
+        last: Exception | None = None
+        for source in sources:
+            chosen = host.files.space.choose(candidates, source.size)
+            if any(r.tier == chosen for r in sources):
+                return next(r for r in sources if r.tier == chosen)
+            try:
+                return await self._recall_from(source, attributes, chosen)
+            except (TierError, DigestMismatch) as error:
+                log.error("%s", error)
+                host.last_errors[source.tier] = str(error)
+                last = error
+        raise FsError(errno.EIO, str(last))
+
+    def _sources(self, attributes: Attributes) -> list[Replica]:
+        """Replicas of the current version, fastest first."""
+        order = [t.name for t in self._host.policy.tiers]
+        found = [
+            r
+            for r in self._host.catalog.replicas(attributes.ino)
+            if r.version == attributes.version and r.state is not ReplicaState.OPEN
+        ]
+        return sorted(found, key=lambda r: order.index(r.tier))
+
+    def _candidates(self, tier: str) -> list[str]:
+        order = [t.name for t in self._host.policy.tiers]
+        stores = self._host.stores
+        return [name for name in stores if order.index(name) >= order.index(tier)] or list(stores)
+
+    async def _recall_from(self, source: Replica, attributes: Attributes, tier: str) -> Replica:
+        host = self._host
+        key = host.files.new_key(source.ino)
+        opener = self._opener(source)
+        digest = await trio.to_thread.run_sync(
+            recall_file, opener, source, host.stores[tier], key, attributes.mtime_ns
+        )
+        return self._enter(Replica(source.ino, source.version, tier, ReplicaState.WRITTEN, key, source.size, digest))
+
+    def _enter(self, replica: Replica) -> Replica:
+        """These bytes are complete, verified and, on a persistent tier, synced: say so in the catalog."""
+        if self._host.policy.tier(replica.tier).persistent:
+            replica = replica._replace(state=ReplicaState.DURABLE)
+        with self._host.catalog.transaction():
+            self._host.catalog.put_replica(replica)
+        return replica
+
+    def _opener(self, source: Replica) -> Callable[[], int]:
+        """Opens the replica for reading, in a thread, where the catalog has it now. Raises OSError, TierError."""
+        if source.tier != self._host.archive_name:
+            return partial(self._host.stores[source.tier].open, source.key)
+        path = self._published_path(source.ino)
+
+        def open_source() -> int:
+            if path is None:
+                raise FileNotFoundError(errno.ENOENT, "not on the archive")
+            return self._host.tree.open(path)
+
+        return open_source
+
+    def _published_path(self, ino: int) -> tuple[bytes, ...] | None:
+        """Where the archive has the inode's content."""
+        for name in self._host.catalog.published_names(ino):
+            if name.occupant == ino:
+                return self._host.catalog.published_path(name.parent, name.name)
+        return None
+
+    async def warmup(self, attributes: Attributes) -> bool:
+        """Recall ahead of need; False when the bytes are on a local tier already or the file is open."""
+        files = self._host.files
+        if attributes.ino in files.inodes or files.local_replica(attributes) is not None:
+            return False
+        _, rule = files.rule_of(self._host.catalog.path_of(attributes.ino))
+        async with files.locked(attributes.ino):
+            if attributes.ino in files.inodes or files.local_replica(attributes) is not None:
+                return False
+            await self.recall(attributes, rule.ack)
+        return True
+
+    # gradual
+
+    def remember(self, source: Replica, chunks: list[bytes]) -> None:
+        """Keep the digests of the chunks of what goes to the archive, so that it can come back bit by bit."""
+        digests = b"".join(chunks)
+        if source.size > GRADUAL and len(digests) <= CHUNKS_LIMIT:
+            with self._host.catalog.transaction():
+                self._host.catalog.put_chunks(source.ino, source.version, digests)
+
+    def fill(self, attributes: Attributes, tier: str) -> Recall:
+        """Begin to recall the current version. Raises OSError, TierError when there is no file to be filled."""
+        host = self._host
+        sources = self._sources(attributes)
+        source = sources[0] if sources else None
+        chosen = host.files.space.choose(self._candidates(tier), attributes.size)
+        key = host.files.new_key(attributes.ino)
+        temp = host.stores[chosen].temporary(key)
+        try:
+            os.ftruncate(temp.fd, attributes.size)
+        except BaseException:
+            temp.discard()
+            raise
+        host.files.space.reserve(chosen, attributes.size)
+        recall = Recall(
+            source=source,
+            replica=Replica(
+                attributes.ino, attributes.version, chosen, ReplicaState.WRITTEN, key, attributes.size, None
+            ),
+            mtime_ns=attributes.mtime_ns,
+            store=host.stores[chosen],
+            temp=temp,
+            chunks=self._chunks(source) if source else None,
+            host=self,
+            limiter=self._limiter,
+        )
+        if self._nursery is None:
+            self._waiting.append(recall)
+        else:
+            self._nursery.start_soon(recall.run)
+        return recall
+
+    def locate(self, source: Replica) -> Callable[[], int]:
+        return self._opener(source)
+
+    def arrived(self, recall: Recall, replica: Replica) -> None:
+        self._host.files.filled(recall, self._enter(replica))
+
+    def settled(self, replica: Replica) -> None:
+        self._host.files.space.reserve(replica.tier, -replica.size)
+
+    def superfluous(self, replica: Replica) -> None:
+        self._host.files.discard(replica.tier, replica.key)
+
+    def complain(self, replica: Replica, tier: str, what: str) -> None:
+        path = b"/".join(self._host.catalog.path_of(replica.ino) or ()).decode(errors="replace")
+        text = f"tier {tier}: {path or f'inode {replica.ino}'}: {what}"
+        log.error("%s", text)
+        self._host.last_errors[tier] = text
+
+    def _chunks(self, source: Replica) -> list[bytes] | None:
+        """The chunks' digests, if there are those that make the file's."""
+        joined = self._host.catalog.chunks(source.ino, source.version)
+        if joined is None:
+            return None
+        chunks = [joined[at : at + DIGEST_SIZE] for at in range(0, len(joined), DIGEST_SIZE)]
+        return chunks if len(chunks) == -(-source.size // CHUNK) and tree_digest(chunks) == source.digest else None
