@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import json
 import logging
@@ -27,7 +26,7 @@ from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.namespace import Namespace
 from tierfs.fs.open_files import OpenFiles
 from tierfs.fs.space import Space
-from tierfs.fuse.adapter import Adapter
+from tierfs.fuse.adapter import Adapter, serve_kernel
 from tierfs.fuse.backing import BackingIds
 from tierfs.fuse.keeper import run_keeper
 from tierfs.fuse.session import KeeperSession, KeeperState
@@ -122,7 +121,7 @@ class Daemon:
                 self._write_record()
                 nursery.start_soon(self._await_signal, operations)
                 nursery.start_soon(self._announce)
-                await _serve_kernel()
+                await serve_kernel()
                 log.info("mount %s ended", self.mountpoint)
                 await operations.drain_rest()
                 nursery.cancel_scope.cancel()
@@ -182,15 +181,6 @@ class Daemon:
                 await operations.drain_rest()
                 pyfuse3.terminate()
                 return
-
-
-async def _serve_kernel() -> None:
-    """pyfuse3's loop, until the mount ends. The end of the keeper's channel shows as a short read (EIO)."""
-    try:
-        await pyfuse3.main()
-    except* OSError as group:
-        if any(getattr(error, "errno", None) != errno.EIO for error in group.exceptions):
-            raise
 
 
 def execute_again(config: Path, mountpoint: Path, state: KeeperState) -> None:

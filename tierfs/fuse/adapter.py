@@ -62,6 +62,19 @@ def _answer(
 _ORDINARY = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EINVAL})
 
 
+_CHANNEL_ENDED = frozenset({errno.EIO, errno.ECONNRESET})
+"""What libfuse makes of the end of the keeper's channel: a short read, or a reset if a reply was left unread in it."""
+
+
+async def serve_kernel() -> None:
+    """pyfuse3's loop, until the mount ends."""
+    try:
+        await pyfuse3.main()
+    except* OSError as group:
+        if any(getattr(error, "errno", None) not in _CHANNEL_ENDED for error in group.exceptions):
+            raise
+
+
 class Adapter(pyfuse3.Operations):
     enable_writeback_cache = False
     supports_dot_lookup = True
