@@ -4,50 +4,72 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from tierfs.catalog import Catalog
+from tierfs.catalog import Catalog, PublishedName
 from tierfs.policy.model import Policy
 from tierfs.state import CATALOG, state_lock
 from tierfs.tiers.assembly import Tiers
 from tierfs.tiers.base import ReplicaStore
-from tierfs.types import ReplicaState
+from tierfs.tiers.memory import mounted_at
+from tierfs.types import Replica, ReplicaState
 
 Problem = dict[str, str]
+Progress = Callable[[int, int, str], object]
+T = TypeVar("T")
+
+REPORT_EVERY = 256
+"""Replicas or names between two reports of progress."""
 
 
-def check_all(policy: Policy, progress: Callable[[int, int, str], object]) -> list[Problem]:
+def check_all(policy: Policy, progress: Progress) -> list[Problem]:
     """Every disagreement, as {severity, what, path}. MountError while the policy is mounted."""
     path = policy.state / CATALOG
     if not path.exists():
         return []
     with state_lock(policy.state):
+        memory = policy.state / "memory"
+        found = {config.name for config in policy.tiers if mounted_at(memory / config.name) is not None}
         tiers = Tiers.open(policy)
-        catalog = Catalog(path)
         try:
-            return check_tiers(catalog, tiers.stores, tiers.tree.root, progress)
+            catalog = Catalog(path)
+            try:
+                return check_tiers(catalog, tiers.stores, tiers.tree.root, progress)
+            finally:
+                catalog.close()
         finally:
-            catalog.close()
+            for mount in tiers.mounts:
+                if mount.name not in found:  # what a clean umount had taken away
+                    mount.unmount()
 
 
 def check_tiers(
     catalog: Catalog,
     stores: Mapping[str, ReplicaStore],
     archive_root: Path,
-    progress: Callable[[int, int, str], object],
+    progress: Progress,
 ) -> list[Problem]:
     """The checks themselves, on tiers that are open already."""
-    progress(0, 4, "catalog")
+    progress(0, 0, "catalog")
     problems = [{"severity": "error", "what": text, "path": str(catalog.path)} for text in catalog.check()]
-    progress(1, 4, "names")
+    progress(0, 0, "names")
     problems += _names(catalog)
-    progress(2, 4, "replicas")
-    problems += _replicas(catalog, stores)
-    progress(3, 4, "archive")
-    problems += _archive(catalog, archive_root)
-    progress(4, 4, "done")
+    replicas, published = list(catalog.all_replicas()), catalog.all_published()
+    total = len(replicas) + len(published)
+    problems += _replicas(catalog, stores, _counted(replicas, 0, total, "replicas", progress))
+    problems += _archive(catalog, archive_root, _counted(published, len(replicas), total, "archive", progress))
+    progress(total, total, "done")
     return problems
+
+
+def _counted(items: Sequence[T], before: int, total: int, what: str, progress: Progress) -> Iterator[T]:
+    """The items; every now and then how far they are."""
+    for index, item in enumerate(items):
+        if index % REPORT_EVERY == 0:
+            progress(before + index, total, what)
+        yield item
 
 
 def _names(catalog: Catalog) -> list[Problem]:
@@ -58,10 +80,10 @@ def _names(catalog: Catalog) -> list[Problem]:
     return problems
 
 
-def _replicas(catalog: Catalog, stores: Mapping[str, ReplicaStore]) -> list[Problem]:
+def _replicas(catalog: Catalog, stores: Mapping[str, ReplicaStore], replicas: Iterable[Replica]) -> list[Problem]:
     problems = []
     keys = {name: set(store.keys()) for name, store in stores.items()}
-    for replica in catalog.all_replicas():
+    for replica in replicas:
         if replica.tier not in stores:
             continue
         path = b"/".join(catalog.path_of(replica.ino) or (b"?",)).decode(errors="replace")
@@ -78,9 +100,9 @@ def _replicas(catalog: Catalog, stores: Mapping[str, ReplicaStore]) -> list[Prob
     return problems
 
 
-def _archive(catalog: Catalog, root: Path) -> list[Problem]:
+def _archive(catalog: Catalog, root: Path, published: Iterable[PublishedName]) -> list[Problem]:
     problems = []
-    for row in catalog.all_published():
+    for row in published:
         names = catalog.published_path(row.parent, row.name)
         if names is None or not row.occupant:
             continue

@@ -530,6 +530,20 @@ def test_times_and_attributes_outlive_eviction_and_remount(mnt: TestMount) -> No
 # the command line
 
 
+def test_fsck_leaves_nothing_behind(mnt: TestMount) -> None:
+    (mnt.path / "model.pt").write_bytes(b"m" * MB)
+    mnt.umount("--no-drain")
+    kept = is_mounted(mnt.memory)
+    assert mnt.cli("fsck", mnt.config).out == "no problems found\n"
+    assert is_mounted(mnt.memory) == kept
+    mnt.mount()
+    assert (mnt.path / "model.pt").read_bytes() == b"m" * MB
+    mnt.umount()
+    assert not is_mounted(mnt.memory)
+    mnt.cli("fsck", mnt.config)
+    assert not is_mounted(mnt.memory)
+
+
 def test_flush_says_what_is_not_durable_in_time(mnt: TestMount) -> None:
     with paused(mnt):
         (mnt.path / "model.pt").write_bytes(b"m" * MB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -62,6 +63,7 @@ class FakeDaemon:
     def _handler(self, op: str) -> Handler:
         async def handle(args: Json, progress: ProgressCallback) -> Json:
             self.calls.append((op, args))
+            await progress(1, 2, "half [odd]\x1b")
             answer = self.answers[op]
             if op == "restart":
                 self.answers["status"] = STATUS | {"daemon_pid": 8}
@@ -308,6 +310,40 @@ def test_a_bad_policy_exits_2_with_its_line(config: Path, capsys: Capture) -> No
         err = capsys.readouterr().err
         assert err.startswith("tierfs: /")
         assert err.count("\n") == 1
+
+
+def test_check_remarks_on_stderr(config: Path, tmp_path: Path, capsys: Capture) -> None:
+    config.write_text(config.read_text().replace("size: 1MiB", "size: 64TiB"))
+    assert run("check", config) == 0
+    err = capsys.readouterr().err
+    assert "fsync() makes nothing durable" in err
+    assert "tier memory may take 64TiB of this machine's" in err
+    if os.stat(tmp_path / "memory").st_dev == os.stat(tmp_path / "archive").st_dev:
+        assert "tiers memory and archive are on one filesystem" in err
+    assert run("check", config, "--json") == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert len(json.loads(captured.out)["remarks"]) >= 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_long_commands_show_a_bar_on_a_terminal(
+    daemon: FakeDaemon, mnt: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """flush, umount, warmup, evict, fsck and mount all use the same one."""
+    for command in ("flush", "warmup", "evict"):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        assert run(command, mnt / "a.pt") == 0
+        assert "half [odd]\\x1b" in terminal.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert run("flush", mnt / "a.pt") == 0
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
 
 
 def broken(text: str, base: Path) -> Iterator[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfs.policy.describe import check_summary, explain
+from tierfs.policy.describe import check_summary, explain, remarks
 from tierfs.policy.load import parse_policy
 from tierfs.policy.match import CACHED_PATHS, RuleMatcher, compile_pattern
 from tierfs.policy.model import Rule
@@ -149,4 +149,16 @@ def test_check_summary() -> None:
 
 def test_check_summary_shows_unreachable_rules() -> None:
     text = POLICY.replace('"**/*.log"', '"**"')
-    assert check_summary(parse_policy(text, "p.yaml"))["unreachable_rules"] == [1, 2]
+    assert check_summary(parse_policy(text, "p.yaml"))["unreachable_rules"] == [1]
+
+
+def test_remarks_on_what_was_hardly_meant() -> None:
+    text = POLICY.replace("fsync: nvme, ", "").replace(
+        "limits:", '  - {match: "scratch/**", drain: none}\n  - {match: "**"}\n  - {match: "x"}\nlimits:'
+    )
+    assert remarks(parse_policy(text, "p.yaml")) == [
+        "rule 1 (**/*.pt, latest): fsync() makes nothing durable, only draining makes its files durable",
+        "rule 2 (scratch/**): fsync() makes nothing durable, its files are only in memory",
+        "rule 3 (**): fsync() makes nothing durable, only draining makes its files durable",
+        "rule 4 is never used: a rule before it matches every file",
+    ]

@@ -13,12 +13,16 @@ from tierfs.cli import render
 from tierfs.control.client import call, find_mount
 from tierfs.control.protocol import MountRecord, list_mounts
 from tierfs.errors import TierfsError, UsageError
-from tierfs.policy.describe import check_summary
+from tierfs.policy.describe import check_summary, remarks
 from tierfs.policy.describe import explain as explain_path
 from tierfs.policy.load import check_paths, load_policy
+from tierfs.policy.model import Policy
 
 ANSWER_SECONDS = 10.0
 """A daemon answers status and info at once, or not at all."""
+
+MEMORY_SHARE = 0.8
+"""Part of the machine's memory above which a memory tier is worth a remark: training wants the rest."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -105,7 +109,24 @@ def check(config: Path, as_json: bool) -> None:
     policy = load_policy(config)
     check_paths(policy)
     summary = check_summary(policy)
+    summary["remarks"] = [*remarks(policy), *_remarks_on_this_machine(policy)]
     render.print_json(summary) if as_json else render.policy(summary)
+
+
+def _remarks_on_this_machine(policy: Policy) -> list[str]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = [
+        f"tier {tier.name} may take {render.size(tier.size)} of this machine's {render.size(memory)} of memory"
+        for tier in policy.tiers
+        if tier.kind == "memory" and (tier.size or 0) > memory * MEMORY_SHARE
+    ]
+    devices: dict[int, str] = {}
+    for tier in policy.tiers:
+        if tier.path is not None:
+            first = devices.setdefault(os.stat(tier.path).st_dev, tier.name)
+            if first != tier.name:
+                found.append(f"tiers {first} and {tier.name} are on one filesystem: they share its room and its fate")
+    return found
 
 
 @click.command()

@@ -177,8 +177,8 @@ def policy(summary: Json) -> None:
         for i, r in enumerate(summary["rules"])
     ]
     table(("RULE", "MATCH", "ACK", "CLOSE", "FSYNC", "DRAIN", "KEEP"), rules, right=("RULE",))
-    for index in summary["unreachable_rules"]:
-        note(f"rule {index} is never used: a rule before it matches every file")
+    for remark in summary["remarks"]:
+        note(remark)
 
 
 def explanation(answer: Json) -> None:

@@ -56,6 +56,22 @@ def check_summary(policy: Policy) -> dict[str, object]:
     }
 
 
+def remarks(policy: Policy) -> list[str]:
+    """What a valid policy may still say by oversight, a sentence each."""
+    memory = {tier.name for tier in policy.tiers if not tier.persistent}
+    found = []
+    catch_all = False
+    for index, rule in enumerate(policy.rules):
+        if catch_all:
+            found.append(f"rule {index} is never used: a rule before it matches every file")
+            continue
+        catch_all = any(pattern in CATCH_ALL for pattern in rule.match)
+        if rule.ack in memory and rule.close is None and rule.fsync is None:
+            way = "its files are only in memory" if rule.drain is None else "only draining makes its files durable"
+            found.append(f"rule {index} ({', '.join(rule.match)}): fsync() makes nothing durable, {way}")
+    return found
+
+
 def _treatment(policy: Policy, rule: Rule) -> dict[str, object]:
     archive = policy.tiers[-1]
     return {

@@ -443,7 +443,7 @@ def _default_state(tiers: tuple[TierConfig, ...]) -> Path:
 
 def _rules(at: _At | None, tiers: tuple[TierConfig, ...]) -> tuple[Rule, ...]:
     rules = [] if at is None else [_rule(item, tiers) for item in at.items()]
-    if not rules or not any(pattern in CATCH_ALL for pattern in rules[-1].match):
+    if not any(pattern in CATCH_ALL for rule in rules for pattern in rule.match):
         last = tiers[-1].name
         rules.append(Rule(match=("**",), ack=tiers[0].name, close=None, fsync=None, drain=last, keep={}))
     return tuple(rules)
