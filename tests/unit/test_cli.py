@@ -190,6 +190,11 @@ def test_pause_resume_restart(daemon: FakeDaemon, mnt: Path, capsys: Capture) ->
     assert "daemon 7 was replaced by 8" in capsys.readouterr().out
 
 
+def test_restart_by_config(daemon: FakeDaemon, config: Path) -> None:
+    assert run("restart", config) == 0
+    assert "restart" in [op for op, _ in daemon.calls]
+
+
 def test_a_path_inside_is_no_mountpoint(daemon: FakeDaemon, mnt: Path, capsys: Capture) -> None:
     (mnt / "d").mkdir()
     for command in ("pause", "umount", "restart", "status"):

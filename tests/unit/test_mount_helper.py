@@ -87,7 +87,7 @@ def unit() -> configparser.ConfigParser:
     return parser
 
 
-@pytest.mark.parametrize("key", ["ExecStart", "ExecStop"])
+@pytest.mark.parametrize("key", ["ExecStart", "ExecStop", "ExecReload"])
 def test_unit_commands_exist(key: str) -> None:
     program, name, *arguments = shlex.split(unit()["Service"][key])
     assert program == "tierfs"

@@ -306,7 +306,7 @@ def _wait_until_gone(record: MountRecord) -> None:
 
 
 @click.command()
-@click.argument("mountpoint", type=Mountpoint())
+@click.argument("mountpoint", metavar="MOUNTPOINT|CONFIG", type=Mountpoint())
 def restart(mountpoint: str) -> None:
     """Go on with tierfs as it is installed now and with the rules as the policy file has them now.
 
@@ -314,10 +314,11 @@ def restart(mountpoint: str) -> None:
     they were mounted: to change those, umount and mount.
 
     \b
-    Example:
+    Examples:
       tierfs restart /mnt/ckpt
+      tierfs restart /etc/tierfs/ckpt.yaml
     """
-    record = mount_at(mountpoint)
+    record = _mount_of(mountpoint)
     before = call(record, "status", timeout=ANSWER_SECONDS).get("daemon_pid")
     call(record, "restart", timeout=ANSWER_SECONDS)
     deadline = time.monotonic() + RESTART_SECONDS
