@@ -25,7 +25,7 @@ from tierfs.errors import MountError, TierError, TierfsError
 from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.namespace import Namespace
 from tierfs.fs.open_files import OpenFiles
-from tierfs.fs.space import Space
+from tierfs.fs.space import RemoteProbe, Space
 from tierfs.fuse.adapter import Adapter, serve_kernel
 from tierfs.fuse.backing import BackingIds
 from tierfs.fuse.keeper import run_keeper
@@ -80,7 +80,9 @@ class Daemon:
         """Serve until the mount ends, then drain what is left. Returns the process's exit code."""
         self.catalog = Catalog(self.policy.state / CATALOG)
         migrator = Migrator(self.catalog, self.policy, self.tiers.stores, self.tiers.tree)
-        space = Space(self.policy, self.tiers.probes(), self.catalog.tier_bytes)
+        probes = self.tiers.probes()
+        archive = RemoteProbe(probes[self.tiers.tree.name])
+        space = Space(self.policy, {**probes, self.tiers.tree.name: archive}, self.catalog.tier_bytes)
         backing = BackingIds(self.session.device_fd) if self.session else None
         files = OpenFiles(
             catalog=self.catalog,
@@ -111,6 +113,7 @@ class Daemon:
             pyfuse3.init(adapter, str(self.mountpoint), mount_options)
         try:
             async with trio.open_nursery() as nursery:
+                await nursery.start(archive.watch)
                 nursery.start_soon(migrator.run)
                 nursery.start_soon(files.follow_rules)
                 if not self.catalog.was_clean:

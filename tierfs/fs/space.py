@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import trio
 
 from tierfs.plan.placement import LearnedSizes, Room, place
 from tierfs.policy.model import Policy
@@ -11,6 +15,54 @@ from tierfs.types import Usage
 
 Probe = Callable[[int], Usage]
 """Given the bytes that tierfs itself holds on the tier, its usage."""
+
+REFRESH_SECONDS, PATIENCE_SECONDS = 2.0, 10.0
+
+
+class RemoteProbe:
+    """The probe of a tier that may take as long to answer as its server likes: asked in a thread, now and then, so that
+    a statfs or status never waits for it."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self._free: Usage | None = None
+        """What it said when asked with nothing of ours on it."""
+        self._error: OSError | None = None
+        self._answered_at = -math.inf
+
+    def __call__(self, held: int) -> Usage:
+        """Its usage as of the last answer. OSError: that answer was one, or none came for a while."""
+        if self._error is not None:
+            raise OSError(self._error.errno, self._error.strerror)
+        if self._free is None or trio.current_time() - self._answered_at > PATIENCE_SECONDS:
+            raise OSError(errno.ETIMEDOUT, "does not answer")
+        return Usage(self._free.capacity, held, max(0, min(self._free.capacity - held, self._free.available)))
+
+    async def watch(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Ask again and again; started after the first answer, or a second."""
+        waiting = True
+        async with trio.open_nursery() as nursery:
+
+            async def give_up_waiting() -> None:
+                await trio.sleep(1)
+                started()
+
+            def started() -> None:
+                nonlocal waiting
+                if waiting:
+                    waiting = False
+                    task_status.started()
+
+            nursery.start_soon(give_up_waiting)
+            while True:
+                try:
+                    self._free = await trio.to_thread.run_sync(self._probe, 0, abandon_on_cancel=True)
+                    self._error = None
+                except OSError as error:
+                    self._error = error
+                self._answered_at = trio.current_time()
+                started()
+                await trio.sleep(REFRESH_SECONDS)
 
 
 @dataclass
