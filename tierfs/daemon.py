@@ -80,6 +80,11 @@ class Daemon:
         """Serve until the mount ends, then drain what is left. Returns the process's exit code."""
         self.catalog = Catalog(self.policy.state / CATALOG)
         migrator = Migrator(self.catalog, self.policy, self.tiers.stores, self.tiers.tree)
+        if self.session is None or self.session.restarts == 0:
+            try:
+                migrator.archive.finish()
+            except (TierError, OSError) as error:
+                log.info("%s; the archive continues later", error)
         probes = self.tiers.probes()
         archive = RemoteProbe(probes[self.tiers.tree.name])
         space = Space(self.policy, {**probes, self.tiers.tree.name: archive}, self.catalog.tier_bytes)
@@ -102,7 +107,7 @@ class Daemon:
         names = Namespace(self.catalog, files)
         operations = Operations(self, names, migrator, space)
         filesystem = Filesystem(self.catalog, names, files, migrator.wait_durable, operations.virtual_xattrs)
-        self._take_over(files, names, backing)
+        self._take_over(files, names, backing, migrator.archive.storing)
         adapter = Adapter(filesystem, operations.total_usage, keeper=self.session is not None)
         mount_options = {"default_permissions", "fsname=tierfs", "subtype=tierfs"}
         if self.policy.allow_other:
@@ -117,9 +122,7 @@ class Daemon:
                 nursery.start_soon(migrator.run)
                 nursery.start_soon(files.follow_rules)
                 if not self.catalog.was_clean:
-                    nursery.start_soon(
-                        reclaim_orphans, self.catalog, self.tiers.stores, self.tiers.tree, files.former_key
-                    )
+                    nursery.start_soon(reclaim_orphans, self.catalog, self.tiers.stores, files.former_key)
                 await nursery.start(serve_control, self._socket(), operations.handlers())
                 self._write_record()
                 nursery.start_soon(self._await_signal, operations)
@@ -144,11 +147,13 @@ class Daemon:
                     log.info("%s; the next mount reuses it", error)
         return 0
 
-    def _take_over(self, files: OpenFiles, names: Namespace, backing: BackingIds | None) -> None:
+    def _take_over(
+        self, files: OpenFiles, names: Namespace, backing: BackingIds | None, storing: Callable[[int, int], bool]
+    ) -> None:
         """Continue where a former daemon of the same mount stopped, or begin a new connection."""
         if self.session is None or self.session.restarts == 0:
             self.catalog.forget_requests()
-            recover_lost_memory(self.catalog, self.policy, self.tiers.stores)
+            recover_lost_memory(self.catalog, self.policy, self.tiers.stores, storing)
             files.settle()
             names.forget(list(files.orphans))
             return

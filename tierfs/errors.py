@@ -60,6 +60,10 @@ class TierError(TierfsError):
         return cls(f"tier {tier}: {action}: {os.strerror(code)}", errno=code)
 
 
+class ContentMissing(TierError):
+    """A file that was copied to the archive is neither where it waited nor where it belongs: someone removed it."""
+
+
 class DigestMismatch(TierError):
     """Bytes read from a replica are not the bytes that were written to it."""
 

@@ -103,17 +103,105 @@ def test_copy_from_the_disk_and_only_a_part(memory: Path, files: Files) -> None:
     assert content(back) == data[: 2 * CHUNK + 5]
 
 
+def occupied(fd: int) -> int:
+    os.fsync(fd)
+    return os.fstat(fd).st_blocks * 512
+
+
+def sparse(directory: Path, size: int, *data: tuple[int, bytes]) -> int:
+    fd = make(directory, b"")
+    for offset, what in data:
+        os.pwrite(fd, what, offset)
+    os.ftruncate(fd, size)
+    return fd
+
+
+SPARSE = {
+    "one extent": (6 * CHUNK + 100, [(3 * CHUNK + 77, b"x" * 5000)]),
+    "several in a chunk": (2 * CHUNK, [(offset, b"y" * 4096) for offset in range(0, CHUNK, 64 * 4096)]),
+    "across chunks": (4 * CHUNK, [(CHUNK - 5000, b"z" * 10_000)]),
+    "data at both ends": (5 * CHUNK + 1, [(0, b"a"), (5 * CHUNK, b"b")]),
+    "nothing": (3 * CHUNK + 5, []),
+    "a hole at the end": (3 * CHUNK, [(0, b"c" * CHUNK)]),
+}
+
+
 @pytest.mark.parametrize("stable", [True, False])
-def test_sparse_source(memory: Path, files: Files, stable: bool) -> None:
-    src, temp = make(memory, b""), files.temp()
-    size = 6 * CHUNK + 100
-    os.pwrite(src, b"x" * 5000, 3 * CHUNK + 77)
-    os.ftruncate(src, size)
+@pytest.mark.parametrize("shape", SPARSE)
+def test_holes_stay_holes(memory: Path, files: Files, stable: bool, shape: str) -> None:
+    size, data = SPARSE[shape]
+    src, temp, pipelined, back = sparse(memory, size, *data), files.temp(), files.temp(), files.temp()
     blocks = os.fstat(src).st_blocks
-    data = os.pread(src, size, 0)
-    assert copy_file(src, temp, size, stable=stable) == reference(data)
-    assert content(temp) == data
+    whole = os.pread(src, size, 0)
+    assert copy_file(src, temp, size, stable=stable) == reference(whole)
+    assert content(temp) == whole
+    assert digest_file(src, size) == digest_file(temp.fd, size) == reference(whole)
+    assert copy_file(temp.fd, back, size) == reference(whole)
+    assert content(back) == whole
+    copy = PipelinedCopy(pipelined)
+    copy.advance(src, size)
+    assert copy.finish(src, size) == reference(whole)
+    assert content(pipelined) == whole
+    room = sum((len(what) + 2 * 65536) for _, what in data) + 65536
+    for made in (temp, back, pipelined):
+        assert occupied(made.fd) <= min(room, os.fstat(src).st_blocks * 512 + 65536)
     assert os.fstat(src).st_blocks == blocks, "reading a hole must not fill it"
+    os.close(src)
+
+
+def test_a_huge_sparse_file_costs_what_its_data_costs(memory: Path, files: Files) -> None:
+    size = 64 << 30
+    src, temp = sparse(memory, size, (size // 2, b"middle"), (size - 3, b"end")), files.temp()
+    seen: list[int] = []
+    digest = copy_file(src, temp, size, throttle=seen.append, stable=True)
+    assert digest == digest_file(temp.fd, size)
+    assert os.fstat(temp.fd).st_size == size
+    assert occupied(temp.fd) < MIB
+    assert sum(seen) < MIB, "holes are not throttled"
+    assert os.pread(temp.fd, 6, size // 2) == b"middle"
+    os.close(src)
+
+
+def test_zeros_stay_a_hole_where_the_filesystem_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch, memory: Path, files: Files
+) -> None:
+    """NFS before 4.2: SEEK_HOLE finds the end of the file, only the blocks show that it is sparse."""
+    size = 5 * CHUNK
+    src, temp = sparse(memory, size, (CHUNK, b"x" * 5000)), files.temp()
+    whole = os.pread(src, size, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lseek", lambda fd, offset, whence: size if whence == os.SEEK_HOLE else offset)
+        assert copy_file(src, temp, size) == reference(whole)
+    assert content(temp) == whole
+    assert occupied(temp.fd) <= CHUNK
+    os.close(src)
+
+
+def test_a_hole_that_is_filled_meanwhile_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, memory: Path, files: Files
+) -> None:
+    """The digest is that of what was written, whatever becomes of the source."""
+    size = 2 * CHUNK
+    src, temp, preadv = sparse(memory, size, (0, b"x" * 4096), (CHUNK, b"y" * 4096)), files.temp(), os.preadv
+
+    def filling(fd: int, views: list[memoryview], offset: int) -> int:
+        os.pwrite(src, b"late", 8192)
+        return preadv(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", filling)
+    digest = copy_file(src, temp, size, streams=1)
+    monkeypatch.undo()
+    assert digest == reference(content(temp)) == digest_file(temp.fd, size)
+    assert digest != digest_file(src, size)
+    os.close(src)
+
+
+def test_a_sparse_source_that_shrinks_is_noticed(memory: Path, files: Files) -> None:
+    src = sparse(memory, 3 * CHUNK, (0, b"x"))
+    with pytest.raises(SourceChanged):
+        copy_file(src, files.temp(), 4 * CHUNK)
+    with pytest.raises(SourceChanged):
+        digest_file(src, 4 * CHUNK)
     os.close(src)
 
 
@@ -216,7 +304,8 @@ def test_a_full_disk(memory: Path, disk: Path, files: Files) -> None:
     fs = os.statvfs(disk)
     room = fs.f_bavail * fs.f_frsize
     src = os.open(memory, os.O_RDWR | os.O_TMPFILE, 0o600)
-    os.ftruncate(src, room + 64 * MIB)
+    for offset in range(0, room + 64 * MIB, CHUNK):
+        os.pwrite(src, b"x" * CHUNK, offset)
     seen: list[int] = []
     with pytest.raises(OSError, match="No space") as caught:
         copy_file(src, files.temp(), room + 64 * MIB, throttle=seen.append)
@@ -311,7 +400,7 @@ def test_pipelined_early_ftruncate(memory: Path, files: Files) -> None:
     pipeline.advance(src, len(data))
     os.pwrite(src, data, 0)
     assert pipeline.finish(src, len(data)) == reference(data)
-    assert pipeline.recopied == 4 * CHUNK
+    assert pipeline.recopied == 0, "what was a hole was not copied"
     assert content(temp) == data
     os.close(src)
 

@@ -31,8 +31,7 @@ def former(key: str) -> bool:
 def test_only_orphans_of_former_daemons_go(tmp_path: Path, many: int) -> None:
     catalog = Catalog(tmp_path / "catalog")
     stores = {name: ReplicaStore(name, tmp_path / name, persistent=name == "nvme") for name in ("memory", "nvme")}
-    tree = TreeStore("archive", tmp_path / "archive", None)
-    for tier in (*stores.values(), tree):
+    for tier in stores.values():
         tier.prepare()
     kept, lost = set(), set()
     with catalog.transaction():
@@ -48,10 +47,10 @@ def test_only_orphans_of_former_daemons_go(tmp_path: Path, many: int) -> None:
         os.close(stores["nvme"].create("2-30"))
         catalog.put_replica(Replica(Ino(2), 2, "memory", ReplicaState.WRITTEN, "2-30", 0, None))
     lost.add(("nvme", "2-30"))
-    old = [tier.temporary("2-40") for tier in (stores["nvme"], tree)]
-    new = [tier.temporary("2-102") for tier in (stores["nvme"], tree)]
+    old = [store.temporary("2-40") for store in stores.values()]
+    new = [store.temporary("2-102") for store in stores.values()]
 
-    removed = trio.run(reclaim_orphans, catalog, stores, tree, former)
+    removed = trio.run(reclaim_orphans, catalog, stores, former)
 
     assert {(name, key) for name, store in stores.items() for key in store.keys()} == kept  # noqa: SIM118
     assert removed == len(lost) + len(old)
@@ -60,7 +59,7 @@ def test_only_orphans_of_former_daemons_go(tmp_path: Path, many: int) -> None:
     for temp in old + new:
         temp.discard()
     catalog.close()
-    for tier in (*stores.values(), tree):
+    for tier in stores.values():
         tier.close()
 
 

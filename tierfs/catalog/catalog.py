@@ -358,8 +358,9 @@ class Catalog(Database):
         self._write("DELETE FROM drains WHERE ino=?", (ino,))
 
     def roll_back(self, ino: int, version: int, size: int) -> None:
-        """An older version is the current one again; later versions keep their numbers to themselves."""
+        """An older version is the current one again; contents of later ones, whose numbers come again, are moot."""
         self._write("UPDATE inodes SET version=?, size=? WHERE ino=?", (version, size, ino))
+        self._write("DELETE FROM oplog WHERE kind=? AND ino=? AND arg>?", (int(OpKind.CONTENT), ino, version))
 
     def tier_sums(self, tier: str) -> dict[int, int]:
         """Bytes on a tier by replica state."""
@@ -455,6 +456,18 @@ class Catalog(Database):
             " JOIN inodes i ON i.ino=o.ino AND i.version=o.arg AND i.nlink>0 WHERE o.kind=5"
         ).fetchone()
         return row[0], row[1], row[2]
+
+    def put_intent(self, steps: str) -> None:
+        """A batch of the archive is about to be carried out, for certain: nothing else happens there before it is."""
+        self._write("INSERT OR REPLACE INTO intents VALUES (1, ?)", (steps,))
+
+    def intent(self) -> str | None:
+        """The batch of the archive that was begun and is not recorded as done."""
+        row = self._run("SELECT steps FROM intents").fetchone()
+        return row[0] if row else None
+
+    def drop_intent(self) -> None:
+        self._write("DELETE FROM intents")
 
     # the archive's namespace
 

@@ -114,4 +114,9 @@ CREATE TABLE published (
     PRIMARY KEY (parent, name)
 ) WITHOUT ROWID;
 CREATE INDEX published_by_ino ON published(ino);
+
+CREATE TABLE intents (
+    id    INTEGER PRIMARY KEY,          -- always 1: the archive's replay works on one batch at a time
+    steps TEXT NOT NULL                 -- migrator.steps.Batch.encode, stored before the first step is taken
+);
 """

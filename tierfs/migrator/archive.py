@@ -5,58 +5,40 @@ and its occupant, the inode whose object physically stands there. They differ wh
 not come yet: occupant 0 (nothing stands there), or the file that was replaced, which stays readable
 until the new content is renamed over it.
 
-A batch has three phases, so that the event loop never waits for the archive: `plan` reads the catalog and
-lists the physical steps against an overlay of `published`; `Batch.execute` takes the steps, in a thread, and
-syncs the directories they changed; `commit` writes the overlay in ONE transaction. Every step looks at what
-is there, so that replaying after a crash between a step and its commit is harmless.
+A batch (migrator.steps) goes through four phases, so that the event loop never waits for the archive:
+
+1. `next_batch` plans it against an overlay of `published` and stores it in the catalog, as data.
+2. `execute`, in a thread, first syncs the catalog: the archive never does what the catalog could forget.
+3. It takes the steps and syncs the directories they changed.
+4. `commit` writes the overlay and drops the batch and its operations in ONE transaction.
+
+After a crash the stored batch is carried out again, unchanged, before anything else is planned: what was deleted or
+written on the mount meanwhile comes in a later batch. A catalog that lost its unsynced tail still has the batch.
 """
 
 from __future__ import annotations
 
-import logging
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from tierfs.catalog import Catalog, Operation, PublishedName
-from tierfs.durable import TemporaryFile
-from tierfs.errors import TierError
+from tierfs.migrator.steps import Action, Batch, Effect, Metadata, Path, Step
 from tierfs.tiers.tree import TreeStore
-from tierfs.types import ROOT_INO, Attributes, Ino, OpKind, Replica, ReplicaState
+from tierfs.types import ROOT_INO, Attributes, OpKind, Replica, ReplicaState
 
-log = logging.getLogger("tierfs.archive")
-
-Path = tuple[bytes, ...]
+HEAVY = 512 << 10
+"""Bytes of a stored batch that end it: it must fit the catalog's journal, which long paths and xattrs could fill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Content copied to the archive's temporary area, synced and digested, waiting for its turn."""
+    """Content copied to the archive's temporary area, synced, digested and closed, waiting for its turn."""
 
-    temp: TemporaryFile
+    temp: bytes
+    """Name of the temporary file."""
     size: int
     digest: bytes
-
-
-@dataclass
-class Batch:
-    """The steps of some operations, and what the catalog says once they are done."""
-
-    operations: Sequence[Operation]
-    store: TreeStore
-    steps: list[Callable[[], None]] = field(default_factory=list)
-    names: dict[tuple[int, bytes], PublishedName | None] = field(default_factory=dict)
-    """Changed rows of `published`; None: removed."""
-    stored: dict[int, Replica] = field(default_factory=dict)
-    dirty: set[Path] = field(default_factory=set)
-    gone: set[int] = field(default_factory=set)
-
-    def execute(self) -> None:
-        """Take the steps and make them durable. Blocks; TierError when the archive fails."""
-        for step in self.steps:
-            step()
-        self.store.sync_directories(sorted(self.dirty))
 
 
 @dataclass
@@ -64,6 +46,17 @@ class Archive:
     catalog: Catalog
     store: TreeStore
     name: str
+    pending: Batch | None = None
+    """The batch that is stored in the catalog and not committed."""
+    _settled: list[str] = field(default_factory=list)
+    """Exchanges whose journals may go once the catalog is synced."""
+    _doubtful: int = 0
+    """Operations up to this one were in a batch that was abandoned: their names may hold more than `published` says."""
+
+    def __post_init__(self) -> None:
+        begun = self.catalog.intent()
+        if begun is not None:
+            self.pending = Batch.decode(begun)
 
     def ready_prefix(
         self, operations: Sequence[Operation], ready: Mapping[tuple[int, int], Ready]
@@ -79,30 +72,58 @@ class Archive:
         return operations
 
     def wanted(self, operation: Operation) -> bool:
-        """Whether this content is still the file's: neither superseded nor deleted."""
+        """Whether this content is still the file's: neither superseded nor deleted, nor lost with a memory tier."""
         attributes = self.catalog.attributes(operation.ino)
-        return attributes is not None and attributes.nlink > 0 and attributes.version == operation.arg
+        if attributes is None or attributes.nlink == 0 or attributes.version != operation.arg:
+            return False
+        return any(replica.version == operation.arg for replica in self.catalog.replicas(operation.ino))
 
-    def plan(self, operations: Sequence[Operation], ready: Mapping[tuple[int, int], Ready]) -> Batch:
-        """List the steps of ``operations``. Reads the catalog only."""
-        batch = Batch(operations, self.store)
+    def storing(self, ino: int, version: int) -> bool:
+        """Whether the batch under way brings this content: it needs no copy any more."""
+        replica = self.pending.stored.get(ino) if self.pending else None
+        return replica is not None and replica.version == version
+
+    # the phases of a batch
+
+    def next_batch(self, limit: int, ready: Mapping[tuple[int, int], Ready]) -> Batch | None:
+        """The batch to carry out now: one that was begun before, or else a new one of up to ``limit`` operations.
+        Raises CatalogError when the catalog's disk is full."""
+        if self.pending is None:
+            operations = self.ready_prefix(self.catalog.operations(limit), ready)
+            if not operations:
+                return None
+            batch = self._plan(operations, ready)
+            if batch.weight > HEAVY // 2:
+                self.catalog.commit()
+            if batch.steps:
+                with self.catalog.transaction():
+                    self.catalog.put_intent(batch.encode())
+            self.pending = batch
+        if self.pending.steps:
+            self.catalog.commit()
+        return self.pending
+
+    def _plan(self, operations: Sequence[Operation], ready: Mapping[tuple[int, int], Ready]) -> Batch:
+        batch = Batch()
         for op in operations:
-            match op.kind:
-                case OpKind.LINK:
-                    self._link(batch, op)
-                case OpKind.UNLINK:
-                    self._unlink(batch, op)
-                case OpKind.RENAME:
-                    self._rename(batch, op)
-                case OpKind.EXCHANGE:
-                    self._exchange(batch, op)
-                case OpKind.CONTENT:
-                    content = ready.get((op.ino, op.arg))
-                    if content is not None and self.wanted(op):
-                        self._content(batch, op, content)
-                case OpKind.ATTRIBUTES:
-                    self._attributes(batch, op.ino)
+            effect = self._effect(batch, op, ready)
+            if not batch.accepts(effect) or batch.weight > HEAVY:
+                batch.split = True
+                break
+            batch.add(op.seq, effect)
         return batch
+
+    def execute(self, batch: Batch) -> None:
+        """Take the steps and make them durable. Blocks. Raises OSError when the catalog cannot be synced; TierError
+        when the archive fails: call it again; ContentMissing: `abandon` the batch."""
+        if not batch.steps:
+            return
+        self.catalog.sync()
+        self.store.attach()
+        while self._settled:
+            self.store.forget_exchange(self._settled[-1])
+            self._settled.pop()
+        batch.execute(self.store)
 
     def commit(self, batch: Batch) -> None:
         """The batch's steps are durable: record it."""
@@ -119,9 +140,49 @@ class Archive:
                             self.catalog.remove_replica(replica)
             for replica in batch.stored.values():
                 self.catalog.put_replica(replica)
-            self.catalog.drop_operations(batch.operations[-1].seq)
+            self.catalog.drop_operations(batch.last)
+            self.catalog.drop_intent()
+        self.pending = None
+        self._settled += batch.exchanges
 
-    # the namespace of the archive, with the batch's changes over the catalog's rows
+    def abandon(self, batch: Batch) -> None:
+        """Content of the batch was removed from the archive's temporary area by someone: plan again, without what is
+        `Ready` of it. Steps taken before are found done; names that hold more than planned are emptied."""
+        with self.catalog.transaction():
+            self.catalog.drop_intent()
+        self.pending = None
+        self._doubtful = batch.last
+
+    def finish(self) -> None:
+        """Carry out the batch that a former daemon began. Blocks; raises OSError, TierError, CatalogError."""
+        if self.pending is not None:
+            self.catalog.commit()
+            self.execute(self.pending)
+            self.commit(self.pending)
+
+    def sweep(self) -> None:
+        """Remove what former daemons left in the temporary area and nothing refers to. After the catalog's `commit`,
+        and not while a batch is carried out. Blocks; raises OSError, TierError."""
+        self.catalog.sync()
+        keep: set[bytes] = set()
+        if self.pending is not None:
+            keep.update(self.pending.temporaries)
+            for token in self.pending.exchanges:
+                keep.update(self.store.journals(token))
+        self.store.sweep(keep)
+
+    # the namespace of the archive, with a batch's changes over the catalog's rows
+
+    def paths(self, ino: int) -> list[Path]:
+        """Where the inode's content may stand at this moment: a batch under way may have moved it or not yet."""
+        found: list[Path] = []
+        batches = [Batch()] if self.pending is None else [self.pending, Batch()]
+        for batch in batches:
+            for row in self._names(batch, ino):
+                path = self._path(batch, row.parent, row.name) if row.occupant == ino else None
+                if path is not None and path not in found:
+                    found.append(path)
+        return found
 
     def _published(self, batch: Batch, parent: int, name: bytes) -> PublishedName | None:
         if (parent, name) in batch.names:
@@ -130,10 +191,7 @@ class Archive:
 
     def _names(self, batch: Batch, ino: int) -> list[PublishedName]:
         rows = [row for row in self.catalog.published_names(ino) if (row.parent, row.name) not in batch.names]
-        return rows + [row for row in batch.names.values() if row is not None and row.ino == ino]
-
-    def _put(self, batch: Batch, parent: int, name: bytes, ino: int, occupant: int) -> None:
-        batch.names[parent, name] = PublishedName(Ino(parent), name, Ino(ino), occupant)
+        return rows + batch.names_of(ino)
 
     def _path(self, batch: Batch, parent: int, name: bytes) -> Path | None:
         """None when a directory above is not published."""
@@ -153,142 +211,145 @@ class Archive:
                 return self._path(batch, row.parent, row.name)
         return None
 
-    # one method per kind of operation
+    # one method per kind of operation; each reads the catalog and the batch and changes neither
 
-    def _link(self, batch: Batch, op: Operation) -> None:
+    def _effect(self, batch: Batch, op: Operation, ready: Mapping[tuple[int, int], Ready]) -> Effect:
+        match op.kind:
+            case OpKind.LINK:
+                return self._link(batch, op)
+            case OpKind.UNLINK:
+                return self._unlink(batch, op)
+            case OpKind.RENAME:
+                return self._rename(batch, op)
+            case OpKind.EXCHANGE:
+                return self._exchange(batch, op)
+            case OpKind.CONTENT:
+                content = ready.get((op.ino, op.arg))
+                if content is None or not self.wanted(op):
+                    return Effect()
+                return self._content(batch, op, content)
+            case OpKind.ATTRIBUTES:
+                return self._attributes(batch, op.ino)
+
+    def _link(self, batch: Batch, op: Operation) -> Effect:
+        effect = Effect()
         path = self._path(batch, op.parent, op.name)
         if path is None:
-            return
-        occupant = 0
+            return effect
         attributes = self.catalog.attributes(op.ino)
         kind = stat.S_IFMT(op.arg)
         if kind == stat.S_IFDIR:
-            batch.steps.append(partial(self.store.mkdir, path))
-            occupant = op.ino
+            effect.steps.append(Step(Action.MKDIR, path))
         elif kind == stat.S_IFREG:
             standing = self._standing(batch, op.ino)
             if standing is not None:
-                batch.steps.append(partial(self.store.link, standing, path))
-                occupant = op.ino
+                effect.steps.append(Step(Action.LINK, path, standing))
         elif attributes is not None:
             target = self.catalog.target(op.ino)
             if target is not None:
-                batch.steps.append(partial(self.store.symlink, target, path))
+                effect.steps.append(Step(Action.SYMLINK, path, source=target))
             else:
-                batch.steps.append(partial(self.store.special, path, attributes.mode, attributes.rdev))
-            occupant = op.ino
-        self._put(batch, op.parent, op.name, op.ino, occupant)
-        batch.dirty.add(path[:-1])
-        if occupant and attributes is not None and kind != stat.S_IFREG:
-            self._set(batch, path, attributes)
+                effect.steps.append(Step(Action.SPECIAL, path, mode=attributes.mode, number=attributes.rdev))
+        effect.put(op.parent, op.name, op.ino, op.ino if effect.steps else 0)
+        if effect.steps and attributes is not None and kind != stat.S_IFREG:
+            effect.steps.append(self._metadata_step(path, attributes))
+        return effect
 
-    def _unlink(self, batch: Batch, op: Operation) -> None:
+    def _unlink(self, batch: Batch, op: Operation) -> Effect:
+        effect = Effect()
         published = self._published(batch, op.parent, op.name)
         path = self._path(batch, op.parent, op.name)
         if published is None or path is None:
-            return
-        if published.occupant:
-            if stat.S_ISDIR(op.arg):
-                batch.steps.append(partial(self._rmdir, path))
-            else:
-                batch.steps.append(partial(self.store.remove, path))
-            batch.dirty.add(path[:-1])
-        batch.names[op.parent, op.name] = None
-        batch.gone.add(op.ino)
+            return effect
+        if published.occupant or op.seq <= self._doubtful:
+            effect.steps.append(Step(Action.RMDIR if stat.S_ISDIR(op.arg) else Action.REMOVE, path))
+        effect.names[op.parent, op.name] = None
+        effect.gone.add(op.ino)
+        return effect
 
-    def _rmdir(self, path: Path) -> None:
-        try:
-            self.store.rmdir(path)
-        except TierError as error:
-            log.info("archive keeps directory %s: %s", b"/".join(path).decode(errors="replace"), error)
-
-    def _rename(self, batch: Batch, op: Operation) -> None:
+    def _rename(self, batch: Batch, op: Operation) -> Effect:
+        effect = Effect()
         published = self._published(batch, op.parent, op.name)
         source, target = self._path(batch, op.parent, op.name), self._path(batch, op.arg, op.name2)
         if published is None or source is None or target is None:
-            return
+            return effect
         replaced = self._published(batch, op.arg, op.name2)
         occupant = published.occupant
         if occupant == op.ino:
-            batch.steps.append(partial(self.store.rename, source, target))
+            effect.steps.append(Step(Action.RENAME, source, target, directory=self._may_be_directory(batch, op.ino)))
         else:
-            if occupant:
-                batch.steps.append(partial(self.store.remove, source))
+            if occupant or op.seq <= self._doubtful:
+                effect.steps.append(Step(Action.REMOVE, source))
             occupant = replaced.occupant if replaced else 0
-        batch.names[op.parent, op.name] = None
-        self._put(batch, op.arg, op.name2, op.ino, occupant)
-        batch.dirty.update((source[:-1], target[:-1]))
+        effect.names[op.parent, op.name] = None
+        effect.put(op.arg, op.name2, op.ino, occupant)
         if replaced is not None and replaced.ino != op.ino:
-            batch.gone.add(replaced.ino)
+            effect.gone.add(replaced.ino)
+        return effect
 
-    def _exchange(self, batch: Batch, op: Operation) -> None:
+    def _may_be_directory(self, batch: Batch, ino: int) -> bool:
+        attributes = self.catalog.attributes(ino)
+        if attributes is not None:
+            return stat.S_ISDIR(attributes.mode)
+        return ino not in batch.stored and not self.catalog.replicas(ino)
+
+    def _exchange(self, batch: Batch, op: Operation) -> Effect:
+        effect = Effect()
         a, b = self._published(batch, op.parent, op.name), self._published(batch, op.arg, op.name2)
         path_a, path_b = self._path(batch, op.parent, op.name), self._path(batch, op.arg, op.name2)
         if a is None or b is None or path_a is None or path_b is None:
-            return
+            return effect
         if a.occupant == a.ino and b.occupant == b.ino:
-            batch.steps.append(partial(self.store.exchange, path_a, path_b))
+            effect.steps.append(Step(Action.EXCHANGE, path_a, path_b, source=b"%d" % op.seq))
             occupants: tuple[int, int] = (b.ino, a.ino)
         elif a.occupant == a.ino:
-            batch.steps.append(partial(self.store.rename, path_a, path_b))
+            effect.steps.append(Step(Action.RENAME, path_a, path_b, directory=True))
             occupants = (0, a.ino)
         elif b.occupant == b.ino:
-            batch.steps.append(partial(self.store.rename, path_b, path_a))
+            effect.steps.append(Step(Action.RENAME, path_b, path_a, directory=True))
             occupants = (b.ino, 0)
         else:
             occupants = (a.occupant, b.occupant)
-        self._put(batch, op.parent, op.name, b.ino, occupants[0])
-        self._put(batch, op.arg, op.name2, a.ino, occupants[1])
-        batch.dirty.update((path_a[:-1], path_b[:-1]))
+        effect.put(op.parent, op.name, b.ino, occupants[0])
+        effect.put(op.arg, op.name2, a.ino, occupants[1])
+        return effect
 
-    def _content(self, batch: Batch, op: Operation, content: Ready) -> None:
+    def _content(self, batch: Batch, op: Operation, content: Ready) -> Effect:
+        effect = Effect()
         attributes = self.catalog.attributes(op.ino)
-        names = self._names(batch, op.ino)
-        paths = [path for n in names if (path := self._path(batch, n.parent, n.name)) is not None]
+        rows = self._names(batch, op.ino)
+        paths = [(row, path) for row in rows if (path := self._path(batch, row.parent, row.name)) is not None]
         if attributes is None or not paths:
-            return
-        batch.steps.append(
-            partial(
-                self.store.publish,
-                content.temp,
-                paths[0],
-                mode=stat.S_IMODE(attributes.mode),
-                uid=attributes.uid,
-                gid=attributes.gid,
-                mtime_ns=attributes.mtime_ns,
-                xattrs=dict(self.catalog.xattrs(op.ino)),
-                sync_dir=False,
+            return effect
+        (row, first), *others = paths
+        effect.steps.append(
+            Step(
+                Action.PUBLISH,
+                first,
+                source=content.temp,
+                number=content.size,
+                metadata=self._metadata(attributes),
+                fresh=row.occupant == 0 and op.seq > self._doubtful,
             )
         )
-        for path in paths[1:]:
-            batch.steps.append(partial(self.store.remove, path))
-            batch.steps.append(partial(self.store.link, paths[0], path))
-        for n, path in zip(names, paths, strict=False):
-            self._put(batch, n.parent, n.name, op.ino, op.ino)
-            batch.dirty.add(path[:-1])
-        batch.stored[op.ino] = Replica(
-            op.ino, op.arg, self.name, ReplicaState.DURABLE, "", content.size, content.digest
+        effect.steps += [Step(Action.LINK, path, first) for _, path in others]
+        for row, _ in paths:
+            effect.put(row.parent, row.name, op.ino, op.ino)
+        effect.stored.append(
+            Replica(op.ino, op.arg, self.name, ReplicaState.DURABLE, "", content.size, content.digest)
         )
+        return effect
 
-    def _attributes(self, batch: Batch, ino: int) -> None:
+    def _attributes(self, batch: Batch, ino: int) -> Effect:
         attributes = self.catalog.attributes(ino)
-        if attributes is None:
-            return
-        if ino == ROOT_INO:
-            return
-        path = self._standing(batch, ino)
-        if path is not None:
-            self._set(batch, path, attributes)
+        path = self._standing(batch, ino) if attributes is not None and ino != ROOT_INO else None
+        if attributes is None or path is None:
+            return Effect()
+        return Effect([self._metadata_step(path, attributes)])
 
-    def _set(self, batch: Batch, path: Path, attributes: Attributes) -> None:
-        batch.steps.append(
-            partial(
-                self.store.set_attributes,
-                path,
-                mode=stat.S_IMODE(attributes.mode),
-                uid=attributes.uid,
-                gid=attributes.gid,
-                mtime_ns=attributes.mtime_ns,
-                xattrs=dict(self.catalog.xattrs(attributes.ino)),
-            )
-        )
+    def _metadata_step(self, path: Path, attributes: Attributes) -> Step:
+        return Step(Action.ATTRIBUTES, path, metadata=self._metadata(attributes))
+
+    def _metadata(self, attributes: Attributes) -> Metadata:
+        xattrs = dict(self.catalog.xattrs(attributes.ino))
+        return Metadata(stat.S_IMODE(attributes.mode), attributes.uid, attributes.gid, attributes.mtime_ns, xattrs)

@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 import trio
 
 from tierfs.catalog import Catalog
-from tierfs.errors import CatalogError, DigestMismatch, NotDurableInTime, SourceChanged, TierError, UsageError
+from tierfs.errors import (
+    CatalogError,
+    ContentMissing,
+    DigestMismatch,
+    NotDurableInTime,
+    SourceChanged,
+    TierError,
+    UsageError,
+)
 from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive, Ready
 from tierfs.migrator.recall import Recaller
@@ -81,6 +89,8 @@ class Migrator:
     _quiet: list[int] = field(default_factory=list)
     """Inodes of which no copy may start: somebody waits in `quiesce` until none runs."""
     _replaying: bool = False
+    _swept: bool = False
+    """What former daemons left in the archive's temporary area is gone."""
     _removing: bool = False
 
     def __post_init__(self) -> None:
@@ -204,7 +214,7 @@ class Migrator:
         queue: list[Pending] = []
         if not self._waits(self.archive_name):
             for ino, version, size, closed in self.catalog.wanted_contents(QUEUE_WINDOW):
-                if (ino, version) not in self.ready:
+                if (ino, version) not in self.ready and not self.archive.storing(ino, version):
                     queue.append(Pending(ino, version, self.archive_name, size, closed))
         for ino, version, tier, size, closed in self.catalog.wanted_drains(QUEUE_WINDOW):
             if not self._waits(tier):
@@ -267,19 +277,21 @@ class Migrator:
         key = self.files.new_key(transfer.ino)
 
         def copy() -> Copied:
-            return copy_to_store(
-                source, self.stores[source.tier], target, key, transfer, self.throttle, stable=stable, early=early
-            )
+            store = self.stores[source.tier]
+            done = copy_to_store(source, store, target, key, transfer, self.throttle, stable=stable, early=early)
+            if to_archive:
+                done.temp.close()
+            return done
 
         copied = await trio.to_thread.run_sync(copy)
         self._recovered(transfer.tier)
         attributes = self.catalog.attributes(transfer.ino)
         if attributes is None or attributes.version != transfer.version:
-            copied.temp.discard()
+            await trio.to_thread.run_sync(copied.temp.discard)
             return
         if to_archive:
             self.recaller.remember(source, copied.chunks)
-            self.ready[transfer.ino, transfer.version] = Ready(copied.temp, source.size, copied.digest)
+            self.ready[transfer.ino, transfer.version] = Ready(copied.temp.name, source.size, copied.digest)
         else:
             store = self.stores[transfer.tier]
             await trio.to_thread.run_sync(store.publish, copied.temp, key)
@@ -410,34 +422,52 @@ class Migrator:
 
     async def _replay(self) -> None:
         try:
+            if not self._swept:
+                self.catalog.commit()
+                await trio.to_thread.run_sync(self.archive.sweep)
+                self._swept = True
             while not self.paused and not self._waits(self.archive_name):
-                operations = self.archive.ready_prefix(self.catalog.operations(BATCH), self.ready)
-                if not operations:
+                batch = self.archive.next_batch(BATCH, self.ready)
+                if batch is None:
                     break
-                batch = self.archive.plan(operations, self.ready)
-                await trio.to_thread.run_sync(batch.execute)
+                try:
+                    await trio.to_thread.run_sync(self.archive.execute, batch)
+                except ContentMissing as error:
+                    self.archive.abandon(batch)
+                    await self._discard_ready([key for key in self.ready if key[0] in batch.stored])
+                    raise error
                 self.archive.commit(batch)
                 for replica in batch.stored.values():
-                    self.ready.pop((replica.ino, replica.version)).temp.close()
-                self._drop_unwanted()
+                    self.ready.pop((replica.ino, replica.version), None)
                 self._recovered(self.archive_name)
                 self._advanced()
-                if not self.hurry:
+                await self._discard_ready([key for key in self.ready if not self._awaited(*key)])
+                if not self.hurry and not batch.split:
                     await trio.sleep(REPLAY_SECONDS)
         except TierError as error:
             self._failed(self.archive_name, error)
         except OSError as error:
             self._failed(self.archive_name, TierError.of(self.archive_name, "publish", error))
+        except CatalogError as error:
+            self._failed(self.archive_name, TierError(f"tier {self.archive_name} waits for the catalog: {error}"))
         finally:
             self._replaying = False
 
-    def _drop_unwanted(self) -> None:
-        """Content that was copied and superseded before its turn came."""
-        for (ino, version), ready in list(self.ready.items()):
-            attributes = self.catalog.attributes(ino)
-            if attributes is None or attributes.version != version:
-                del self.ready[ino, version]
-                ready.temp.discard()
+    def _awaited(self, ino: int, version: int) -> bool:
+        """Whether content that was copied to the archive still has its turn before it."""
+        attributes = self.catalog.attributes(ino)
+        return attributes is not None and attributes.version == version
+
+    async def _discard_ready(self, keys: list[tuple[int, int]]) -> None:
+        """Content that was copied to the archive and is not wanted there any more."""
+        dropped = [self.ready.pop(key).temp for key in keys]
+
+        def discard() -> None:
+            for temp in dropped:
+                self.tree.discard(temp)
+
+        if dropped:
+            await trio.to_thread.run_sync(discard)
 
     # removing and evicting
 

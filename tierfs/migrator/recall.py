@@ -16,6 +16,7 @@ import trio
 from tierfs.catalog import Catalog
 from tierfs.errors import DigestMismatch, FsError, TierError
 from tierfs.fs.open_files import GRADUAL, OpenFiles
+from tierfs.migrator.archive import Archive
 from tierfs.migrator.gradual import Recall
 from tierfs.migrator.transfer import recall_file
 from tierfs.policy.model import Policy
@@ -40,6 +41,7 @@ class Host(Protocol):
     stores: dict[str, ReplicaStore]
     tree: TreeStore
     files: OpenFiles
+    archive: Archive
     archive_name: str
     last_errors: dict[str, str]
 
@@ -118,21 +120,7 @@ class Recaller:
         """Opens the replica for reading, in a thread, where the catalog has it now. Raises OSError, TierError."""
         if source.tier != self._host.archive_name:
             return partial(self._host.stores[source.tier].open, source.key)
-        path = self._published_path(source.ino)
-
-        def open_source() -> int:
-            if path is None:
-                raise FileNotFoundError(errno.ENOENT, "not on the archive")
-            return self._host.tree.open(path)
-
-        return open_source
-
-    def _published_path(self, ino: int) -> tuple[bytes, ...] | None:
-        """Where the archive has the inode's content."""
-        for name in self._host.catalog.published_names(ino):
-            if name.occupant == ino:
-                return self._host.catalog.published_path(name.parent, name.name)
-        return None
+        return partial(self._host.tree.open_first, self._host.archive.paths(source.ino), source.size)
 
     async def warmup(self, attributes: Attributes) -> bool:
         """Recall ahead of need; False when the bytes are on a local tier already or the file is open."""

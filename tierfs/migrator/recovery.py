@@ -14,7 +14,6 @@ from tierfs.errors import TierError
 from tierfs.migrator.transfer import remove_files
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
-from tierfs.tiers.tree import TreeStore
 from tierfs.types import Replica, ReplicaState
 
 log = logging.getLogger("tierfs.recovery")
@@ -23,10 +22,15 @@ CHUNK, PAUSE = 128, 0.01
 """Keys looked up at a time, and seconds between, so that requests are served meanwhile."""
 
 
-def recover_lost_memory(catalog: Catalog, policy: Policy, stores: Mapping[str, ReplicaStore]) -> None:
+def recover_lost_memory(
+    catalog: Catalog,
+    policy: Policy,
+    stores: Mapping[str, ReplicaStore],
+    storing: Callable[[int, int], bool] = lambda ino, version: False,
+) -> None:
     """At a fresh mount, on the tiers that a reboot empties: drop replicas whose file is gone, roll files back to their
     newest durable version, and remove files that the catalog no longer names. What was rolled back or lost is logged
-    by path."""
+    by path. ``storing(ino, version)`` tells contents that are complete on the archive and only wait for their name."""
     lost: dict[int, list[Replica]] = {}
     for name, store in stores.items():
         if policy.tier(name).persistent:
@@ -40,16 +44,20 @@ def recover_lost_memory(catalog: Catalog, policy: Policy, stores: Mapping[str, R
         for key in present:
             store.remove(key)
     for ino, replicas in lost.items():
-        _fall_back(catalog, ino, replicas)
+        _fall_back(catalog, ino, replicas, storing)
 
 
-def _fall_back(catalog: Catalog, ino: int, replicas: list[Replica]) -> None:
+def _fall_back(
+    catalog: Catalog, ino: int, replicas: list[Replica], storing: Callable[[int, int], bool]
+) -> None:
     with catalog.transaction():
         for replica in replicas:
             catalog.remove_replica(replica)
         attributes = catalog.attributes(ino)
         left = catalog.replicas(ino)
         if attributes is None or attributes.nlink == 0 or any(r.version == attributes.version for r in left):
+            return
+        if storing(ino, attributes.version):
             return
         path = b"/".join(catalog.path_of(ino) or ()).decode(errors="replace")
         durable = [r for r in left if r.state is ReplicaState.DURABLE]
@@ -62,7 +70,7 @@ def _fall_back(catalog: Catalog, ino: int, replicas: list[Replica]) -> None:
 
 
 async def reclaim_orphans(
-    catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeStore, former: Callable[[str], bool]
+    catalog: Catalog, stores: Mapping[str, ReplicaStore], former: Callable[[str], bool]
 ) -> int:
     """Remove the files of daemons that died before they entered them in the catalog, or after they took them out: how
     many. Runs beside everything else: ``former`` tells the keys that no living daemon gave out, and a key that is not
@@ -79,9 +87,9 @@ async def reclaim_orphans(
                 await trio.sleep(PAUSE)
         except OSError as error:
             log.info("tier %s: not searched for orphans: %s", name, error)
-    for remove in (*(store.remove_temporaries for store in stores.values()), tree.remove_temporaries):
+    for store in stores.values():
         try:
-            removed += await trio.to_thread.run_sync(remove, former)
+            removed += await trio.to_thread.run_sync(store.remove_temporaries, former)
         except TierError as error:
             log.info("%s", error)
     if removed:

@@ -52,14 +52,17 @@ def usage_of(fd: int, size: int | None, own_used: int) -> Usage:
     return Usage(capacity, own_used, max(0, min(capacity - own_used, fs.f_bavail * fs.f_frsize)))
 
 
-def check_marker(tier: str, dir_fd: int, tmp_fd: int, where: Path) -> str:
+def check_marker(tier: str, dir_fd: int, tmp_fd: int, where: Path, *, create: bool = True) -> str:
     """Read the marker file of a tier's directory, writing one when there is none: its uuid.
 
-    Raises OSError; TierError (not temporary) when the directory belongs to another tier or format.
+    Raises OSError: ENOENT when there is none and ``create`` is false; TierError (not temporary) when the directory
+    belongs to another tier or format.
     """
     try:
         fd = os.open(MARKER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
     except FileNotFoundError:
+        if not create:
+            raise
         fresh = {"name": tier, "uuid": str(uuid.uuid4()), "format": FORMAT}
         temp = create_temporary(tmp_fd, "marker")
         try:

@@ -8,6 +8,10 @@ Three ways to get a chunk:
   else could end in SIGBUS: a truncation, a read error of a disk, a hole that a full tmpfs cannot fill.
 - read into a page-aligned buffer of the thread, then written with O_DIRECT from there.
 - small files: one read, one write.
+
+Holes are neither read nor written nor preallocated: a sparse file is as sparse in its copies, and its digest is that of
+the zeros that a reader sees. Where the source's filesystem does not tell holes but the file occupies less than its size
+(NFS before 4.2), chunks of zeros are taken for holes.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import threading
@@ -38,6 +43,8 @@ _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 Throttle = Callable[[int], None]
 """Called before each chunk with its bytes; sleeps as it sees fit."""
+
+_ZEROS = mmap.mmap(-1, CHUNK, prot=mmap.PROT_READ)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _local = threading.local()
@@ -75,6 +82,40 @@ def _read(fd: int, offset: int, length: int) -> memoryview:
     return view[:done]
 
 
+def _zeros() -> memoryview:
+    """One chunk of zeros, shared by all threads. Never written to."""
+    return memoryview(_ZEROS)
+
+
+@functools.lru_cache(maxsize=64)
+def _zero_digest(length: int) -> bytes:
+    """Digest of a chunk that is one hole."""
+    return chunk_digest(_zeros()[:length])
+
+
+def is_sparse(fd: int, size: int) -> bool:
+    """Whether there are holes in the first ``size`` bytes, as far as the filesystem tells. Raises OSError."""
+    return size > 0 and os.lseek(fd, 0, os.SEEK_HOLE) < size
+
+
+def data_extents(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
+    """(offset, length) of what is not a hole within this range, in order. Raises OSError."""
+    found = []
+    position, end = offset, offset + length
+    while position < end:
+        try:
+            start = os.lseek(fd, position, os.SEEK_DATA)
+            stop = min(end, os.lseek(fd, start, os.SEEK_HOLE)) if start < end else end
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                break
+            raise
+        if start < stop:
+            found.append((start, stop - start))
+        position = max(stop, position + 1)
+    return found
+
+
 def _is_tmpfs(fd: int) -> bool:
     result = (ctypes.c_long * 32)()
     return _libc.fstatfs(fd, ctypes.byref(result)) == 0 and result[0] == _TMPFS_MAGIC
@@ -82,7 +123,7 @@ def _is_tmpfs(fd: int) -> bool:
 
 def _map(fd: int, size: int) -> mmap.mmap | None:
     """The source mapped, when touching every page of it cannot fault."""
-    if size == 0 or not _is_tmpfs(fd) or os.fstat(fd).st_size < size or os.lseek(fd, 0, os.SEEK_HOLE) < size:
+    if size == 0 or not _is_tmpfs(fd) or os.fstat(fd).st_size < size or is_sparse(fd, size):
         return None
     return mmap.mmap(fd, size, prot=mmap.PROT_READ)
 
@@ -194,7 +235,37 @@ def _chunk(fd: int, offset: int, length: int, mapped: memoryview | None) -> memo
             return data
     elif os.fstat(fd).st_size >= offset + length:
         return mapped[offset : offset + length]
-    raise SourceChanged(f"the file became shorter than {offset + length} bytes while it was copied")
+    raise _too_short(offset + length)
+
+
+def _copy_data(fd: int, dst: Destination, offset: int, length: int, throttle: Throttle | None) -> bytes:
+    """Copy what is data in one chunk of a sparse file; ``dst`` has a hole there. The digest of what it has then."""
+    extents = data_extents(fd, offset, length)
+    if os.fstat(fd).st_size < offset + length:
+        raise _too_short(offset + length)
+    if not extents:
+        return _zero_digest(length)
+    view = _buffer()[:length]
+    done = 0
+    for start, count in [*extents, (offset + length, 0)]:
+        gap = start - offset - done
+        view[done : done + gap] = _zeros()[:gap]
+        done += gap
+        if throttle is not None and count:
+            throttle(count)
+        while count:
+            read = os.preadv(fd, [view[done : done + count]], offset + done)
+            if read == 0:
+                raise _too_short(offset + length)
+            done += read
+            count -= read
+    for start, count in extents:
+        dst.write(view[start - offset : start - offset + count], start)
+    return chunk_digest(view)
+
+
+def _too_short(wanted: int) -> SourceChanged:
+    return SourceChanged(f"the file became shorter than {wanted} bytes while it was copied")
 
 
 def read_chunk(fd: int, offset: int, length: int) -> memoryview:
@@ -260,7 +331,8 @@ def copy_file(
     stable: bool = False,
     digests: list[bytes] | None = None,
 ) -> bytes:
-    """Copy the first ``size`` bytes of ``src_fd`` into ``temp`` (not synced): the tree digest of what was written.
+    """Copy the first ``size`` bytes of ``src_fd`` into the empty ``temp`` (not synced): the tree digest of what was
+    written.
 
     ``stable`` promises that nobody truncates the source meanwhile; only then may it be mapped. ``digests`` receives
     those of the chunks. Raises OSError; SourceChanged when ``cancelled`` says so or the source is shorter than
@@ -274,7 +346,9 @@ def copy_file(
                 throttle(size)
             found = [copy_range(src_fd, dst, 0, size)] if size else []
         else:
-            if size > PREALLOCATE_ABOVE:
+            sparse = is_sparse(src_fd, size)
+            doubtful = not sparse and os.fstat(src_fd).st_blocks * 512 < size
+            if size > PREALLOCATE_ABOVE and not sparse and not doubtful:
                 dst.preallocate(size)
             dst.prefer_direct()
             offsets = range(0, size, CHUNK)
@@ -282,9 +356,18 @@ def copy_file(
             with _mapping(src_fd, size if stable else 0) as mapped:
 
                 def work(offset: int, length: int) -> None:
-                    found[offset // CHUNK] = copy_range(src_fd, dst, offset, length, mapped)
+                    if sparse:
+                        digest = _copy_data(src_fd, dst, offset, length, throttle)
+                    elif doubtful:
+                        data = _chunk(src_fd, offset, length, mapped)
+                        digest = chunk_digest(data)
+                        if digest != _zero_digest(length):
+                            dst.write(data, offset)
+                    else:
+                        digest = copy_range(src_fd, dst, offset, length, mapped)
+                    found[offset // CHUNK] = digest
 
-                _each(offsets, size, work, streams, throttle, cancelled)
+                _each(offsets, size, work, streams, None if sparse else throttle, cancelled)
         dst.truncate(size)
     if digests is not None:
         digests[:] = found
@@ -302,9 +385,15 @@ def digest_file(
     """Tree digest of the first ``size`` bytes, by reading them. Raises OSError; SourceChanged when there are fewer."""
     offsets = range(0, size, CHUNK)
     digests = [b""] * len(offsets)
+    sparse = is_sparse(fd, size)
 
     def work(offset: int, length: int) -> None:
-        digests[offset // CHUNK] = chunk_digest(_chunk(fd, offset, length, None))
+        if sparse and not data_extents(fd, offset, length):
+            if os.fstat(fd).st_size < offset + length:
+                raise _too_short(offset + length)
+            digests[offset // CHUNK] = _zero_digest(length)
+        else:
+            digests[offset // CHUNK] = chunk_digest(_chunk(fd, offset, length, None))
 
     _each(offsets, size, work, streams, throttle, cancelled)
     return tree_digest(digests)
@@ -343,8 +432,9 @@ class PipelinedCopy:
         throttle: Throttle | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> int:
-        """Copy all whole chunks below ``size`` bytes not copied yet: the bytes copied now. A source that turns out
-        shorter is no error. Raises OSError; SourceChanged when cancelled, after which this can go on."""
+        """Copy all whole chunks below ``size`` bytes not copied yet: the bytes copied now. A chunk with a hole in it is
+        not written yet, or stays a hole: it waits for ``finish``. A source that turns out shorter is no error.
+        Raises OSError; SourceChanged when cancelled, after which this can go on."""
         offsets = [o for o in range(self.front, size - CHUNK + 1, CHUNK) if o not in self._digests]
         if not offsets:
             return 0
@@ -352,6 +442,8 @@ class PipelinedCopy:
         before = len(self._digests)
 
         def work(offset: int, length: int) -> None:
+            if data_extents(src_fd, offset, length) != [(offset, length)]:
+                return
             data = _read(src_fd, offset, length)
             if len(data) == length:
                 digest = chunk_digest(data)
@@ -381,7 +473,8 @@ class PipelinedCopy:
         offsets = range(0, size, CHUNK)
         found = [b""] * len(offsets)
         recopied: list[int] = []
-        if size > PREALLOCATE_ABOVE:
+        sparse = is_sparse(src_fd, size)
+        if size > PREALLOCATE_ABOVE and not sparse:
             self._dst.preallocate(size)
         if size > SMALL:
             self._dst.prefer_direct()
@@ -389,6 +482,9 @@ class PipelinedCopy:
         with _mapping(src_fd, size if stable else 0) as mapped:
 
             def work(offset: int, length: int) -> None:
+                if sparse and offset not in early:
+                    found[offset // CHUNK] = _copy_data(src_fd, self._dst, offset, length, throttle)
+                    return
                 data = _chunk(src_fd, offset, length, mapped)
                 digest = chunk_digest(data)
                 if early.get(offset) != digest:

@@ -3,9 +3,9 @@
 Paths are tuples of names below the root. Every component is opened by descriptor with O_NOFOLLOW, so that no
 symlink in the archive leads out of it. ``.tierfs`` in the root is reserved for the marker and temporary files.
 
-Every operation may be repeated: where its result already holds, it succeeds. Directories that are missing on the way
-to a new name are made, and renaming a directory over a full one merges them, because a replay can find later steps
-done already. ``exchange`` is the exception: twice is as good as never.
+Every operation may be repeated: where its result already holds, it succeeds. A source that is missing counts as moved
+before, directories that are missing on the way to a new name are made, and renaming a directory over a full one merges
+them. This tells done from not done only while nothing else has taken the names meanwhile: migrator.steps sees to that.
 """
 
 from __future__ import annotations
@@ -15,80 +15,34 @@ import ctypes
 import errno
 import logging
 import os
-import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path as FilePath
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from tierfs.durable import TemporaryFile, create_temporary, fsync_directory
+import xxhash
+
+from tierfs.durable import create_temporary, fsync_directory
 from tierfs.errors import TierError
-from tierfs.tiers.base import (
-    DIRECTORY,
-    check_marker,
-    empty_directory,
-    failing_as,
-    open_directory,
-    refusal,
-    remove_temporaries,
-    usage_of,
-)
-from tierfs.types import Usage
+from tierfs.tiers.base import DIRECTORY, failing_as, refusal
+from tierfs.tiers.root import ASIDE, RESERVED, ArchiveRoot, Held, same_file
 
 log = logging.getLogger("tierfs.archive")
 
 Path = tuple[bytes, ...]
 
-RESERVED = b".tierfs"
 _RENAME_EXCHANGE = 2
 _ENTRY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_EXCHANGE = (b"exchange.", b"exchanged.", ASIDE)
+"""Prefixes in the private directory: journal of a swap, the same once only its last rename is left, what is aside."""
+_REMEMBERED = 4096
+"""Files whose refused attributes were logged and are remembered, so that each is logged once."""
+_TOO_MUCH = (errno.ENOSPC, errno.EDQUOT, errno.E2BIG, errno.ERANGE, errno.ENAMETOOLONG)
+_NOT_HERE = (errno.ENOTSUP, errno.EPERM, errno.EACCES, errno.EINVAL)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class TreeStore:
+class TreeStore(ArchiveRoot):
     """The archive's directory. Thread-safe for different paths. Every method raises TierError when it fails."""
-
-    def __init__(self, name: str, root: FilePath, size: int | None = None) -> None:
-        """``size`` in bytes limits the capacity; None means the whole filesystem."""
-        self.name = name
-        self.root = root
-        self.limit = size
-        self.uuid = ""
-        self._root_fd = self._tmp_fd = -1
-
-    def prepare(self) -> None:
-        """Create or check the directory and remove what earlier copies left behind."""
-        with failing_as(self.name, f"prepare {self.root}"):
-            self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
-            root = os.open(self.root, DIRECTORY)
-            try:
-                own = open_directory(RESERVED, root)
-                try:
-                    owner = os.fstat(own).st_uid
-                    if owner != os.geteuid():
-                        raise refusal(self.name, f"{self.root}/.tierfs belongs to user {owner}, not to {os.geteuid()}")
-                    os.fchmod(own, 0o700)
-                    tmp = open_directory(b"tmp", own)
-                    empty_directory(tmp)
-                    self.uuid = check_marker(self.name, own, tmp, self.root / ".tierfs")
-                finally:
-                    os.close(own)
-            except BaseException:
-                os.close(root)
-                raise
-        self.close()
-        self._root_fd, self._tmp_fd = root, tmp
-
-    def close(self) -> None:
-        """Let go of the directories. ``prepare`` opens them again."""
-        for fd in (self._tmp_fd, self._root_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._root_fd = self._tmp_fd = -1
-
-    def usage(self, own_used: int) -> Usage:
-        """Space in bytes, given the bytes that tierfs holds here. Raises OSError, like ReplicaStore.usage."""
-        return usage_of(self._root_fd, self.limit, own_used)
 
     # walking
 
@@ -102,7 +56,8 @@ class TreeStore:
     @contextlib.contextmanager
     def _directory(self, path: Path, *, create: bool = False) -> Iterator[int]:
         self._check(path)
-        fd = os.open(b".", DIRECTORY, dir_fd=self._root_fd)
+        with self.use() as held:
+            fd = os.open(b".", DIRECTORY, dir_fd=held.root)
         try:
             for name in path:
                 try:
@@ -148,52 +103,54 @@ class TreeStore:
             with contextlib.suppress(OSError):
                 if os.readlink(name, dir_fd=parent) == target:
                     return
-            self._put(parent, name, lambda temp: os.symlink(target, temp, dir_fd=self._tmp_fd))
+            self._put(path, parent, lambda temp, tmp: os.symlink(target, temp, dir_fd=tmp))
 
     def special(self, path: Path, mode: int, rdev: int) -> None:
         """Make a fifo, socket or device (``mode`` has its type), over whatever file had its name. Devices that a user
         who is not root may not make are left out."""
-        with self._parent("make special file", path, create=True) as (parent, name):
+        with self._parent("make special file", path, create=True) as (parent, _):
             try:
-                self._put(parent, name, lambda temp: os.mknod(temp, mode, rdev, dir_fd=self._tmp_fd))
+                self._put(path, parent, lambda temp, tmp: os.mknod(temp, mode, rdev, dir_fd=tmp))
             except PermissionError:
                 if os.geteuid() == 0:
                     raise
                 log.warning("archive leaves out the device %s", b"/".join(path).decode(errors="replace"))
 
     def link(self, source: Path, path: Path) -> None:
-        """Make ``path`` another name of ``source``, over whatever file had that name."""
+        """Make ``path`` another name of ``source``, over whatever file had that name. Nothing happens when ``source``
+        is missing: it was renamed or removed later."""
         with (
             self._parent("link to", path, create=True) as (parent, name),
             self._existing("link", source) as found,
         ):
             if found is None:
-                if not _exists(parent, name):
-                    raise FileNotFoundError(errno.ENOENT, "the other name is missing")
                 return
             old_parent, old_name = found
             with contextlib.suppress(FileNotFoundError):
-                if _same(
+                if same_file(
                     os.stat(old_name, dir_fd=old_parent, follow_symlinks=False),
                     os.stat(name, dir_fd=parent, follow_symlinks=False),
                 ):
                     return
             self._put(
+                path,
                 parent,
-                name,
-                lambda temp: os.link(
-                    old_name, temp, src_dir_fd=old_parent, dst_dir_fd=self._tmp_fd, follow_symlinks=False
+                lambda temp, tmp: os.link(
+                    old_name, temp, src_dir_fd=old_parent, dst_dir_fd=tmp, follow_symlinks=False
                 ),
             )
 
-    def _put(self, parent: int, name: bytes, make: Callable[[bytes], None]) -> None:
-        temp = b"name." + secrets.token_hex(8).encode()
-        make(temp)
-        try:
-            os.rename(temp, name, src_dir_fd=self._tmp_fd, dst_dir_fd=parent)
-        except BaseException:
-            os.unlink(temp, dir_fd=self._tmp_fd)
-            raise
+    def _put(self, path: Path, parent: int, make: Callable[[bytes, int], None]) -> None:
+        """Let ``make(name, directory)`` make something, then rename that over ``path``. Its temporary name is the same
+        at each try, so that an archive that fails in between keeps at most one of them."""
+        temp = self.prefix() + b"name." + xxhash.xxh3_128_hexdigest(b"/".join(path)).encode()
+        with self.use() as held:
+            try:
+                make(temp, held.tmp)
+            except FileExistsError:
+                os.unlink(temp, dir_fd=held.tmp)
+                make(temp, held.tmp)
+            os.rename(temp, path[-1], src_dir_fd=held.tmp, dst_dir_fd=parent)
 
     @contextlib.contextmanager
     def _existing(self, action: str, path: Path) -> Iterator[tuple[int, bytes] | None]:
@@ -216,40 +173,97 @@ class TreeStore:
         """Rename, over whatever had the name. A missing source counts as renamed before."""
         with self._existing("rename", source) as found:
             if found is None:
-                with self._existing("rename to", target) as there:
-                    if there is None:
-                        log.warning("archive: neither end of a rename exists: %r, %r", source, target)
                 return
             with self._parent("rename to", target, create=True) as (parent, name):
                 _move(*found, parent, name)
 
-    def exchange(self, a: Path, b: Path) -> None:
-        """Swap two names. Not idempotent; does nothing when one is missing."""
-        with self._existing("exchange", a) as first, self._existing("exchange", b) as second:
+    def exchange(self, a: Path, b: Path, token: str) -> None:
+        """Swap two names, once for each ``token``: a journal in the private directory tells done from not done. It
+        stays until ``forget_exchange``, to be called once the caller has durably recorded the swap.
+
+        Where the filesystem cannot swap, three renames do it, with the first object in the private directory meanwhile.
+        """
+        journal, moved, aside = (kind + token.encode() for kind in _EXCHANGE)
+        with (
+            failing_as(self.name, f"exchange {b'/'.join(a).decode(errors='replace')}"),
+            self.use() as held,
+            self._existing("exchange", a) as first,
+            self._existing("exchange", b) as second,
+        ):
+            if _exists(held.tmp, moved):
+                if _exists(held.tmp, aside):
+                    self._last_of_three(held, moved, aside, b)
+                return
+            if _exists(held.tmp, aside):
+                self._rest_of_three(held, journal, moved, aside, a, b)
+                return
             if first is None or second is None:
-                log.warning("archive: an end of an exchange is missing: %r, %r", a, b)
+                log.info("archive: an end of an exchange is missing: %r, %r", a, b)
+                return
+            inode = os.stat(first[1], dir_fd=first[0], follow_symlinks=False).st_ino
+            before = _read_number(held.tmp, journal)
+            if before is None:
+                self._write_journal(held, journal, inode)
+            elif before != inode:
                 return
             if not _libc.renameat2(first[0], first[1], second[0], second[1], _RENAME_EXCHANGE):
                 return
             code = ctypes.get_errno()
             if code not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise OSError(code, os.strerror(code))
-            temp = b"exchange." + secrets.token_hex(8).encode()
-            os.rename(first[1], temp, src_dir_fd=first[0], dst_dir_fd=self._tmp_fd)
-            os.rename(second[1], first[1], src_dir_fd=second[0], dst_dir_fd=first[0])
-            os.rename(temp, second[1], src_dir_fd=self._tmp_fd, dst_dir_fd=second[0])
+            os.rename(first[1], aside, src_dir_fd=first[0], dst_dir_fd=held.tmp)
+            self._rest_of_three(held, journal, moved, aside, a, b)
+
+    def _write_journal(self, held: Held, journal: bytes, inode: int) -> None:
+        temp = create_temporary(held.tmp, "journal")
+        try:
+            os.write(temp.fd, b"%d\n" % inode)
+            temp.commit(held.tmp, journal)
+        finally:
+            temp.discard()
+
+    def _rest_of_three(self, held: Held, journal: bytes, moved: bytes, aside: bytes, a: Path, b: Path) -> None:
+        fsync_directory(held.tmp)
+        with self._existing("exchange", b) as second, self._parent("exchange", a) as (parent, name):
+            if second is not None:
+                os.rename(second[1], name, src_dir_fd=second[0], dst_dir_fd=parent)
+                fsync_directory(parent)
+        os.rename(journal, moved, src_dir_fd=held.tmp, dst_dir_fd=held.tmp)
+        fsync_directory(held.tmp)
+        self._last_of_three(held, moved, aside, b)
+
+    def _last_of_three(self, held: Held, moved: bytes, aside: bytes, b: Path) -> None:
+        with self._parent("exchange", b) as (parent, name):
+            os.rename(aside, name, src_dir_fd=held.tmp, dst_dir_fd=parent)
+            fsync_directory(parent)
+
+    def forget_exchange(self, token: str) -> None:
+        """Remove the journal of an exchange; none is fine."""
+        for name in self.journals(token):
+            self.discard(name)
+
+    def journals(self, token: str) -> list[bytes]:
+        """Names that the journal of an exchange may have in the private directory."""
+        return [kind + token.encode() for kind in _EXCHANGE[:2]]
 
     def remove(self, path: Path) -> None:
-        """Remove a name that is not a directory; a missing one is fine."""
+        """Remove a name that is not a directory; a missing one is fine, and a directory stays."""
         with self._existing("remove", path) as found:
             if found is not None:
-                os.unlink(found[1], dir_fd=found[0])
+                with contextlib.suppress(IsADirectoryError, FileNotFoundError):
+                    os.unlink(found[1], dir_fd=found[0])
 
     def rmdir(self, path: Path) -> None:
-        """Remove an empty directory; a missing one is fine."""
+        """Remove an empty directory; a missing one is fine, and one that holds files of others stays."""
         with self._existing("remove directory", path) as found:
             if found is not None:
-                os.rmdir(found[1], dir_fd=found[0])
+                try:
+                    os.rmdir(found[1], dir_fd=found[0])
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+                        raise
+                    shown = b"/".join(path).decode(errors="replace")
+                    log.info("archive keeps directory %s: %s", shown, error.strerror)
 
     # content and attributes
 
@@ -262,19 +276,32 @@ class TreeStore:
                 raise OSError(errno.EINVAL, "not a regular file")
             return fd
 
-    def temporary(self, key: str) -> TemporaryFile:
-        """A file to fill and then ``publish``."""
-        with failing_as(self.name, "create a file"):
-            return create_temporary(self._tmp_fd, key)
-
-    def remove_temporaries(self, former: Callable[[str], bool]) -> int:
-        """Remove the temporary files of keys that ``former`` knows: how many."""
-        with failing_as(self.name, "remove temporary files"):
-            return remove_temporaries(self._tmp_fd, former)
+    def open_first(self, paths: Sequence[Path], size: int) -> int:
+        """Like ``open``, for a file that stands at one of ``paths``; one with ``size`` bytes is preferred."""
+        self.attach()
+        error: TierError | None = None
+        last = -1
+        for path in paths:
+            try:
+                fd = self.open(path)
+            except TierError as failed:
+                error = error or failed
+                continue
+            if os.fstat(fd).st_size == size:
+                if last >= 0:
+                    os.close(last)
+                return fd
+            if last >= 0:
+                os.close(fd)
+            else:
+                last = fd
+        if last >= 0:
+            return last
+        raise error or TierError(f"tier {self.name}: the file has no name here", errno=errno.ENOENT)
 
     def publish(
         self,
-        temp: TemporaryFile,
+        temp: bytes,
         path: Path,
         mode: int,
         uid: int,
@@ -283,12 +310,33 @@ class TreeStore:
         xattrs: Mapping[bytes, bytes],
         *,
         sync_dir: bool = True,
-    ) -> None:
-        """Give a filled file its attributes, sync it and rename it over ``path``. May be repeated with the same
-        ``temp``, which stays open. With ``sync_dir=False`` it is durable only after ``sync_directories``."""
-        with self._parent("publish", path, create=not temp.committed) as (parent, name):
-            _set_attributes(f"/proc/self/fd/{temp.fd}", mode, uid, gid, mtime_ns, xattrs)
-            temp.commit(parent, name, sync_dir=sync_dir)
+    ) -> bool:
+        """Give the temporary file of this name its attributes, sync it and rename it over ``path``. With
+        ``sync_dir=False`` it is durable only after ``sync_directories``. False when the temporary file is gone, as it
+        is after an earlier publish."""
+        with failing_as(self.name, "publish"), self.use() as held:
+            try:
+                fd = os.open(temp, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=held.tmp)
+            except FileNotFoundError:
+                return False
+            try:
+                with self._parent("publish", path, create=True) as (parent, name):
+                    self._apply(path, f"/proc/self/fd/{fd}", mode, uid, gid, mtime_ns, xattrs)
+                    os.fsync(fd)
+                    os.rename(temp, name, src_dir_fd=held.tmp, dst_dir_fd=parent)
+                    if sync_dir:
+                        fsync_directory(parent)
+            finally:
+                os.close(fd)
+        return True
+
+    def size(self, path: Path) -> int | None:
+        """Bytes of the regular file there; None when there is none."""
+        with self._existing("look at", path) as found:
+            if found is None:
+                return None
+            status = os.stat(found[1], dir_fd=found[0], follow_symlinks=False)
+            return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def set_attributes(
         self, path: Path, mode: int, uid: int, gid: int, mtime_ns: int, xattrs: Mapping[bytes, bytes]
@@ -301,7 +349,7 @@ class TreeStore:
             parent, name = found
             kind = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
             if stat.S_ISLNK(kind):
-                with _owner_errors():
+                with contextlib.suppress(PermissionError):
                     os.chown(name, uid, gid, dir_fd=parent, follow_symlinks=False)
                 os.utime(name, ns=(mtime_ns, mtime_ns), dir_fd=parent, follow_symlinks=False)
                 return
@@ -314,7 +362,7 @@ class TreeStore:
                     with contextlib.suppress(PermissionError):
                         file = os.open(proc, os.O_RDONLY | os.O_CLOEXEC)
                 try:
-                    _set_attributes(proc, mode, uid, gid, mtime_ns, xattrs if plain else None)
+                    self._apply(path, proc, mode, uid, gid, mtime_ns, xattrs if plain else None)
                     if file is not None:
                         os.fsync(file)
                 finally:
@@ -322,6 +370,38 @@ class TreeStore:
                         os.close(file)
             finally:
                 os.close(entry)
+
+    def _apply(
+        self,
+        shown: Path,
+        file: str,
+        mode: int,
+        uid: int,
+        gid: int,
+        mtime_ns: int,
+        xattrs: Mapping[bytes, bytes] | None,
+    ) -> None:
+        """Set the attributes of ``file``, one of /proc/self/fd, so that it is followed to the open file and nowhere
+        else. What the archive's filesystem refuses is left out: content must get through, and the catalog has it all.
+        """
+        refused = []
+        try:
+            os.chown(file, uid, gid)
+        except PermissionError:
+            if os.geteuid() == 0:
+                refused.append("owner")
+        if xattrs is not None:
+            if os.geteuid():
+                os.chmod(file, mode | 0o600)
+            refused += _set_xattrs(file, xattrs)
+        os.chmod(file, mode)
+        os.utime(file, ns=(mtime_ns, mtime_ns))
+        if refused and shown not in self._noted:
+            self._noted[shown] = None
+            if len(self._noted) > _REMEMBERED:
+                self._noted.popitem(last=False)
+            name = b"/".join(shown).decode(errors="replace")
+            log.info("archive: %s goes without its %s, which this filesystem refuses", name, ", ".join(refused))
 
     def sync_directories(self, paths: Iterable[Path]) -> None:
         """Make the names in these directories durable, wherever later renames took them."""
@@ -333,13 +413,11 @@ class TreeStore:
                         fsync_directory(fd)
                 except (FileNotFoundError, NotADirectoryError):
                     moved = True
-            if moved and _libc.syncfs(self._root_fd):
-                code = ctypes.get_errno()
-                raise OSError(code, os.strerror(code))
-
-
-def _same(a: os.stat_result, b: os.stat_result) -> bool:
-    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
+            if moved:
+                with self.use() as held:
+                    if _libc.syncfs(held.root):
+                        code = ctypes.get_errno()
+                        raise OSError(code, os.strerror(code))
 
 
 def _exists(parent: int, name: bytes) -> bool:
@@ -351,16 +429,20 @@ def _exists(parent: int, name: bytes) -> bool:
 
 
 def _move(old_parent: int, old_name: bytes, parent: int, name: bytes) -> None:
-    """Rename; a directory is merged into one that is not empty, the moved entries win. Two names of one file
-    become the new name alone, like any other rename."""
+    """Rename; a directory is merged into one that is not empty, the moved entries win. What has the name and is of the
+    other kind goes first. Two names of one file become the new name alone, like any other rename."""
     try:
         os.rename(old_name, name, src_dir_fd=old_parent, dst_dir_fd=parent)
+    except (NotADirectoryError, IsADirectoryError) as error:
+        (os.unlink if isinstance(error, NotADirectoryError) else os.rmdir)(name, dir_fd=parent)
+        os.rename(old_name, name, src_dir_fd=old_parent, dst_dir_fd=parent)
+        return
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
     else:
         if (old_parent, old_name) != (parent, name) and _exists(old_parent, old_name):
-            same_directory = _same(os.fstat(old_parent), os.fstat(parent))
+            same_directory = same_file(os.fstat(old_parent), os.fstat(parent))
             if not (same_directory and old_name == name):
                 os.unlink(old_name, dir_fd=old_parent)
         return
@@ -379,44 +461,38 @@ def _move(old_parent: int, old_name: bytes, parent: int, name: bytes) -> None:
     os.rmdir(old_name, dir_fd=old_parent)
 
 
-@contextlib.contextmanager
-def _owner_errors() -> Iterator[None]:
-    """Only root may give files away: for others the owner stays theirs."""
+def _read_number(dir_fd: int, name: bytes) -> int | None:
     try:
-        yield
-    except PermissionError:
-        if os.geteuid() == 0:
-            raise
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
+    except FileNotFoundError:
+        return None
+    try:
+        return int(os.read(fd, 32))
+    finally:
+        os.close(fd)
 
 
-def _set_attributes(
-    path: str, mode: int, uid: int, gid: int, mtime_ns: int, xattrs: Mapping[bytes, bytes] | None
-) -> None:
-    """``path`` is one of /proc/self/fd, so that it is followed to the open file and nowhere else."""
-    with _owner_errors():
-        os.chown(path, uid, gid)
-    if xattrs is not None:
-        if os.geteuid():
-            os.chmod(path, mode | 0o600)
-        _set_xattrs(path, xattrs)
-    os.chmod(path, mode)
-    os.utime(path, ns=(mtime_ns, mtime_ns))
-
-
-def _set_xattrs(path: str, xattrs: Mapping[bytes, bytes]) -> None:
+def _set_xattrs(path: str, xattrs: Mapping[bytes, bytes]) -> list[str]:
+    """Give an open file exactly these user xattrs: the names of those that its filesystem refuses."""
     try:
         present = [os.fsencode(name) for name in os.listxattr(path)]
     except OSError as error:
         if error.errno != errno.ENOTSUP:
             raise
-        return
+        return [f"xattr {os.fsdecode(name)}" for name in xattrs]
     for name in present:
         if name.startswith(b"user.") and name not in xattrs:
             os.removexattr(path, name)
+    refused = []
     for name, value in xattrs.items():
         try:
             if name not in present or os.getxattr(path, name) != value:
                 os.setxattr(path, name, value)
         except OSError as error:
-            if error.errno != errno.ENOTSUP and (error.errno != errno.EPERM or os.geteuid() == 0):
+            if error.errno not in _TOO_MUCH and error.errno not in _NOT_HERE:
                 raise
+            if name in present:
+                with contextlib.suppress(OSError):
+                    os.removexattr(path, name)
+            refused.append(f"xattr {os.fsdecode(name)}")
+    return refused

@@ -1,0 +1,186 @@
+"""The root of the archive: the one directory that tierfs writes into, and the private ``.tierfs`` in it.
+
+The root may go away and come back while tierfs runs (a server restarts, a mount is lost): ``attach`` looks at the path
+again, and only a directory with this archive's own marker is ever written into. Temporary files are known by name, so
+that a hundred thousand of them may wait without a descriptor each; their names begin with a prefix of this process, by
+which ``sweep`` knows those that an earlier one left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierfs.durable import TemporaryFile, create_temporary
+from tierfs.errors import TierError
+from tierfs.tiers.base import DIRECTORY, check_marker, failing_as, open_directory, refusal, usage_of
+from tierfs.types import Usage
+
+log = logging.getLogger("tierfs.archive")
+
+RESERVED = b".tierfs"
+ASIDE = b"aside."
+"""Prefix in the private directory: an object of the archive that an exchange has put there for a moment."""
+
+
+def same_file(a: os.stat_result, b: os.stat_result) -> bool:
+    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
+
+
+@dataclass
+class Held:
+    """Descriptors of one opened root; closed once it is retired and nobody uses it."""
+
+    root: int
+    tmp: int
+    users: int = 0
+    retired: bool = False
+
+
+class ArchiveRoot:
+    """The root and the private directory in it. Thread-safe once prepared; methods that fail raise TierError."""
+
+    def __init__(self, name: str, root: Path, size: int | None = None) -> None:
+        """``size`` in bytes limits the capacity; None means the whole filesystem."""
+        self.name = name
+        self.root = root
+        self.limit = size
+        self.uuid = ""
+        self._held: Held | None = None
+        self._lock = threading.Lock()
+        self._session: str | None = None
+        self._noted: OrderedDict[tuple[bytes, ...], None] = OrderedDict()
+        """Files whose refused attributes were logged."""
+
+    def prepare(self) -> None:
+        """Create or check the directory. What earlier copies left behind stays until ``sweep``."""
+        with failing_as(self.name, f"prepare {self.root}"):
+            self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
+            self._swap(self._open_root(create=True))
+
+    def _open_root(self, *, create: bool) -> Held:
+        with contextlib.ExitStack() as undo:
+            root = os.open(self.root, DIRECTORY)
+            undo.callback(os.close, root)
+            own = open_directory(RESERVED, root, create=create)
+            try:
+                owner = os.fstat(own).st_uid
+                if owner != os.geteuid():
+                    raise refusal(self.name, f"{self.root}/.tierfs belongs to user {owner}, not to {os.geteuid()}")
+                if create:
+                    os.fchmod(own, 0o700)
+                tmp = open_directory(b"tmp", own, create=create)
+                undo.callback(os.close, tmp)
+                found = check_marker(self.name, own, tmp, self.root / ".tierfs", create=create)
+            finally:
+                os.close(own)
+            if self.uuid and found != self.uuid:
+                raise TierError(f"tier {self.name}: another archive lies at {self.root} now")
+            self.uuid = found
+            undo.pop_all()
+        return Held(root, tmp)
+
+    def attach(self) -> None:
+        """Make sure that the root's path leads to this archive, and open it again where it was mounted anew.
+
+        A directory without this archive's marker is a temporary error and not touched: the mount below it is lost.
+        """
+        with failing_as(self.name, f"find {self.root}"):
+            held = self._held
+            if held is None:
+                raise OSError(errno.EBADF, "not prepared")
+            if self._stands(held):
+                return
+            try:
+                fresh = self._open_root(create=False)
+            except FileNotFoundError as error:
+                message = f"tier {self.name}: {self.root} has no .tierfs with a marker any more; is it still mounted?"
+                raise TierError(message, errno=errno.ENOENT) from error
+            self._swap(fresh)
+        log.info("tier %s: opened %s again", self.name, self.root)
+
+    def _stands(self, held: Held) -> bool:
+        """Whether the opened root is what its path leads to, with its private directory in it."""
+        try:
+            return same_file(os.fstat(held.root), os.stat(self.root)) and same_file(
+                os.fstat(held.tmp), os.stat(RESERVED + b"/tmp", dir_fd=held.root, follow_symlinks=False)
+            )
+        except OSError as error:
+            if error.errno in (errno.ESTALE, errno.ENOENT, errno.ENOTDIR):
+                return False
+            raise
+
+    def _swap(self, fresh: Held | None) -> None:
+        with self._lock:
+            old, self._held = self._held, fresh
+            if old is not None:
+                old.retired = True
+                self._drop(old)
+
+    def _drop(self, held: Held) -> None:
+        if held.retired and not held.users:
+            os.close(held.tmp)
+            os.close(held.root)
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[Held]:
+        """The opened root, kept open meanwhile."""
+        with self._lock:
+            held = self._held
+            if held is None:
+                raise OSError(errno.EBADF, "the archive is not open")
+            held.users += 1
+        try:
+            yield held
+        finally:
+            with self._lock:
+                held.users -= 1
+                self._drop(held)
+
+    def close(self) -> None:
+        """Let go of the directories. ``prepare`` opens them again."""
+        self._swap(None)
+
+    def usage(self, own_used: int) -> Usage:
+        """Space in bytes, given the bytes that tierfs holds here. Raises OSError, like ReplicaStore.usage."""
+        with self.use() as held:
+            return usage_of(held.root, self.limit, own_used)
+
+    def temporary(self, key: str) -> TemporaryFile:
+        """A file to fill and sync, then to ``publish`` by its name. It may be closed meanwhile."""
+        self.attach()
+        with failing_as(self.name, "create a file"), self.use() as held:
+            return create_temporary(held.tmp, self.prefix().decode() + key)
+
+    def prefix(self) -> bytes:
+        """Begins the name of every temporary file of this process."""
+        if self._session is None:
+            self._session = secrets.token_hex(4)
+        return f"{self._session}.".encode()
+
+    def discard(self, temp: bytes) -> None:
+        """Remove a temporary file that is closed; none is fine."""
+        with (
+            failing_as(self.name, "remove a temporary file"),
+            self.use() as held,
+            contextlib.suppress(FileNotFoundError),
+        ):
+            os.unlink(temp, dir_fd=held.tmp)
+
+    def sweep(self, keep: Collection[bytes]) -> None:
+        """Remove what earlier processes left in the private directory, except the temporary files ``keep`` and the
+        first object of an unfinished exchange."""
+        self.attach()
+        with failing_as(self.name, "remove temporary files"), self.use() as held:
+            for name in map(os.fsencode, os.listdir(held.tmp)):
+                if name not in keep and not name.startswith((self.prefix(), ASIDE)):
+                    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                        os.unlink(name, dir_fd=held.tmp)
