@@ -76,7 +76,9 @@ class Operations:
             available += usage.available
         return Usage(capacity, used, available)
 
-    def _tier(self, name: str) -> Json:
+    def _tier(self, name: str, opened: int) -> Json:
+        """``clean``: closed and durable on a persistent tier (this one, maybe); ``dirty``: closed and nowhere durable;
+        ``open``: in files being written, ``opened`` bytes. ``used`` is their sum and what a recall has reserved."""
         config = self._host.policy.tier(name)
         sums = self._host.catalog.tier_sums(name)
         error = self._migrator.last_errors.get(name) if name in self._migrator.outages else None
@@ -85,21 +87,17 @@ class Operations:
         except OSError as failure:
             usage = Usage(0, 0, 0)
             error = error or str(failure)
-        durable = sums.get(ReplicaState.DURABLE, 0)
-        written = sums.get(ReplicaState.WRITTEN, 0)
-        clean = durable + self._host.catalog.clean_bytes(name, self._below(name)) if not config.persistent else durable
+        closed = sums.get(ReplicaState.DURABLE, 0) + sums.get(ReplicaState.WRITTEN, 0)
+        persistent = [tier.name for tier in self._host.policy.tiers if tier.persistent]
+        clean = self._host.catalog.clean_bytes(name, persistent)
         return {
             "name": name,
             "kind": config.kind,
             "capacity": usage.capacity,
             "used": usage.used,
             "clean": clean,
-            "dirty": durable + written - clean,
-            "open": sum(
-                os.fstat(inode.fd).st_size
-                for inode in self._names.files.inodes.values()
-                if inode.writers and inode.replica.tier == name
-            ),
+            "dirty": closed - clean,
+            "open": opened,
             "state": "failing" if error else "ok",
             "last_error": error,
         }
@@ -107,20 +105,12 @@ class Operations:
     def _local(self) -> list[str]:
         return list(self._names.files.stores)
 
-    def _below(self, name: str) -> list[str]:
-        names = [tier.name for tier in self._host.policy.tiers if tier.persistent]
-        return [n for n in names if n != name]
-
     # control operations
 
     async def status(self, args: Json, progress: Progress) -> Json:
         files, size, oldest = self._host.catalog.backlog()
         session = self._host.session
-        open_bytes = sum(
-            os.fstat(i.fd).st_size
-            for i in self._names.files.inodes.values()
-            if i.writers and i.replica.state is ReplicaState.OPEN
-        )
+        opened = self._names.files.measure()
         return {
             "mountpoint": str(self._host.mountpoint),
             "mode": self._host.mode,
@@ -129,11 +119,11 @@ class Operations:
             "daemon_pid": os.getpid(),
             "daemon_restarts": session.restarts if session else 0,
             "paused": self._migrator.paused,
-            "tiers": [self._tier(tier.name) for tier in self._host.policy.tiers],
+            "tiers": [self._tier(tier.name, opened.get(tier.name, 0)) for tier in self._host.policy.tiers],
             "drain": {
                 "queued_files": files,
                 "queued_bytes": size,
-                "unsynced_bytes": self._host.catalog.unsynced_bytes(self._local()) + open_bytes,
+                "unsynced_bytes": self._host.catalog.unsynced_bytes(self._local()) + sum(opened.values()),
                 "oldest_age_s": max(0.0, (time.time_ns() - oldest) / 1e9) if oldest else 0.0,
                 "rate_bytes_s": self._migrator.rate,
             },

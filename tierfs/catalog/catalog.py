@@ -370,15 +370,17 @@ class Catalog(Database):
         """Bytes of a tier's replicas, as of their last close."""
         return int(self._run("SELECT COALESCE(SUM(bytes), 0) FROM sums WHERE tier=?", (tier,)).fetchone()[0])
 
-    def clean_bytes(self, tier: str, below: list[str]) -> int:
-        """Bytes on ``tier`` whose version is durable on one of ``below``."""
-        marks = ",".join("?" * len(below))
+    def clean_bytes(self, tier: str, persistent: list[str]) -> int:
+        """Bytes of ``tier``'s closed replicas whose version one of the ``persistent`` tiers holds durably."""
+        durable = self.tier_sums(tier).get(ReplicaState.DURABLE, 0) if tier in persistent else 0
+        states = (int(ReplicaState.WRITTEN),) if tier in persistent else _CLOSED
+        marks, tiers = ",".join("?" * len(states)), ",".join("?" * len(persistent))
         row = self._run(
-            "SELECT COALESCE(SUM(size), 0) FROM replicas r WHERE tier=? AND state IN (?, ?) AND EXISTS (SELECT 1 FROM"
-            f" replicas d WHERE d.ino=r.ino AND d.version=r.version AND d.state=? AND d.tier IN ({marks}))",
-            (tier, *_CLOSED, int(ReplicaState.DURABLE), *below),
+            f"SELECT COALESCE(SUM(size), 0) FROM replicas r WHERE tier=? AND state IN ({marks}) AND EXISTS (SELECT 1"
+            f" FROM replicas d WHERE d.ino=r.ino AND d.version=r.version AND d.state=? AND d.tier IN ({tiers}))",
+            (tier, *states, int(ReplicaState.DURABLE), *persistent),
         ).fetchone()
-        return int(row[0])
+        return durable + int(row[0])
 
     def unsynced_bytes(self, tiers: list[str]) -> int:
         """Bytes of closed current versions that are on one of ``tiers`` and that no persistent tier holds durably;

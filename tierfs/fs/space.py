@@ -72,6 +72,8 @@ class Space:
     held: Callable[[str], int]
     """Bytes of a tier's replicas, as the catalog has them."""
     learned: LearnedSizes = field(default_factory=LearnedSizes)
+    growing: Mapping[str, int] = field(default_factory=dict)
+    """Bytes per tier by which files open for writing outgrew what the catalog has, when somebody last looked."""
     reserved: dict[str, int] = field(default_factory=dict)
     """Bytes per tier that files on their way up will take, and that the catalog does not know yet."""
 
@@ -81,7 +83,7 @@ class Space:
 
     def usage(self, tier: str) -> Usage:
         """OSError when the tier does not answer."""
-        return self.probes[tier](self.held(tier) + self.reserved.get(tier, 0))
+        return self.probes[tier](self.held(tier) + self.growing.get(tier, 0) + self.reserved.get(tier, 0))
 
     def choose(self, candidates: Sequence[str], expected: int) -> str:
         """The tier for a new file out of ``candidates``, fastest first."""

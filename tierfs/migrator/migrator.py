@@ -6,6 +6,7 @@ path of a write or close.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -305,6 +306,8 @@ class Migrator:
     async def _watch_writers(self, nursery: trio.Nursery) -> None:
         while True:
             began = time.perf_counter()
+            if self.files.measure() and self._above_high():
+                self._kick.set()
             if not self.paused:
                 self._start_early(nursery)
             await trio.sleep(max(WATCH_SECONDS, 100 * (time.perf_counter() - began)))
@@ -503,6 +506,7 @@ class Migrator:
                 log.info("tier %s: %s stays behind until the next mount: %s", tier, key, error)
 
     def _evict(self) -> None:
+        self.files.measure()
         for config in self.policy.tiers[:-1]:
             try:
                 usage = self.files.space.usage(config.name)
@@ -513,6 +517,15 @@ class Migrator:
             if usage.used > usage.capacity * config.high or eager:
                 for chosen in plan_evict(usage, config.high, config.low, self._clean(config.name)):
                     self.evict(chosen.ino, chosen.version, config.name)
+
+    def _above_high(self) -> bool:
+        """Whether a growing file has filled a tier to its high watermark, long before its close tells."""
+        for tier in self.files.space.growing:
+            with contextlib.suppress(OSError):
+                usage = self.files.space.usage(tier)
+                if usage.used > usage.capacity * self.policy.tier(tier).high:
+                    return True
+        return False
 
     def _clean(self, tier: str) -> list[Candidate]:
         clean = []
