@@ -211,7 +211,7 @@ class Operations:
             for tier in tiers:
                 if self._host.catalog.replica(attributes.ino, attributes.version, tier) is None:
                     continue
-                if self._migrator.evict(attributes.ino, attributes.version, tier):
+                if self._migrator.evictor.evict(attributes.ino, attributes.version, tier):
                     evicted += 1
                     size += attributes.size
                 else:

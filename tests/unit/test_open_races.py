@@ -92,7 +92,7 @@ def test_the_replica_is_evicted_while_a_writing_open_waits(parts: Parts) -> None
             parts.catalog.put_replica(
                 Replica(memory.ino, memory.version, "nvme", ReplicaState.DURABLE, "2-1", len(OLD), None)
             )
-        assert parts.migrator.evict(ino, memory.version, "memory")
+        assert parts.migrator.evictor.evict(ino, memory.version, "memory")
 
     meanwhile(parts, drained_and_evicted)
 

@@ -1,4 +1,4 @@
-"""The migrator: drains files down, evicts clean ones, follows on the archive. `recall` brings cold ones up.
+"""The migrator: drains files down, follows on the archive; `evict` drops clean replicas, `recall` brings cold ones up.
 
 One task decides (`run`), from pure plans; copies run in threads under a limit. Nothing here is on the
 path of a write or close.
@@ -6,7 +6,6 @@ path of a write or close.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import random
@@ -28,12 +27,12 @@ from tierfs.errors import (
 )
 from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive, Ready
+from tierfs.migrator.evict import Evictor
 from tierfs.migrator.recall import Recaller
 from tierfs.migrator.throttle import Throttle
 from tierfs.migrator.transfer import Copied, Early, Transfer, copy_to_store, remove_files
 from tierfs.plan.drain import SMALL, Pending, plan_drain
-from tierfs.plan.evict import Candidate, plan_evict
-from tierfs.policy.model import Keep, Policy, TierConfig
+from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import Attributes, Ino, Replica, ReplicaState
@@ -43,7 +42,6 @@ log = logging.getLogger("tierfs.migrator")
 BATCH = 512
 QUEUE_WINDOW = 128
 RETRY_FIRST, RETRY_LAST = 0.2, 60.0
-EVICT_WINDOW = 4096
 BREATH = 0.02
 """Seconds between two looks at the queues, so that a burst of closes is planned once, not once each."""
 SYNC_SECONDS = 2.0
@@ -99,6 +97,7 @@ class Migrator:
         self.archive = Archive(self.catalog, self.tree, self.archive_name)
         self.throttle = Throttle(self.policy.limits.drain)
         self.recaller = Recaller(self)
+        self.evictor = Evictor(self)
 
     # signals from the filesystem
 
@@ -186,7 +185,8 @@ class Migrator:
                 self._replaying = True
                 nursery.start_soon(self._replay)
         self._drop_early(nursery)
-        self._evict()
+        for tier, error in self.evictor.run():
+            self._failed(tier, TierError.of(tier, "statfs", error))
         now = trio.current_time()
         for outage in self.outages.values():
             wake = min(wake, max(0.05, outage.retry_at - now))
@@ -306,7 +306,7 @@ class Migrator:
     async def _watch_writers(self, nursery: trio.Nursery) -> None:
         while True:
             began = time.perf_counter()
-            if self.files.measure() and self._above_high():
+            if self.files.measure() and self.evictor.wanted():
                 self._kick.set()
             if not self.paused:
                 self._start_early(nursery)
@@ -472,7 +472,7 @@ class Migrator:
         if dropped:
             await trio.to_thread.run_sync(discard)
 
-    # removing and evicting
+    # removing
 
     async def remove_discarded(self) -> None:
         """Remove the bytes that were discarded. Not to be cancelled: the catalog has forgotten these files already.
@@ -504,54 +504,6 @@ class Migrator:
         if files:
             for tier, key, error in await trio.to_thread.run_sync(remove_files, self.stores, files):
                 log.info("tier %s: %s stays behind until the next mount: %s", tier, key, error)
-
-    def _evict(self) -> None:
-        self.files.measure()
-        for config in self.policy.tiers[:-1]:
-            try:
-                usage = self.files.space.usage(config.name)
-            except OSError as error:
-                self._failed(config.name, TierError.of(config.name, "statfs", error))
-                continue
-            eager = any(rule.keep.get(config.name) is Keep.NONE for rule in self.policy.rules)
-            if usage.used > usage.capacity * config.high or eager:
-                for chosen in plan_evict(usage, config.high, config.low, self._clean(config.name)):
-                    self.evict(chosen.ino, chosen.version, config.name)
-
-    def _above_high(self) -> bool:
-        """Whether a growing file has filled a tier to its high watermark, long before its close tells."""
-        for tier in self.files.space.growing:
-            with contextlib.suppress(OSError):
-                usage = self.files.space.usage(tier)
-                if usage.used > usage.capacity * self.policy.tier(tier).high:
-                    return True
-        return False
-
-    def _clean(self, tier: str) -> list[Candidate]:
-        clean = []
-        for replica in self.catalog.evictable(tier, [t.name for t in self._below(tier)], EVICT_WINDOW):
-            if replica.ino in self.files.inodes:
-                continue
-            _, rule = self.files.rule_of(self.catalog.path_of(replica.ino))
-            attributes = self.catalog.attributes(replica.ino)
-            age = attributes.ctime_ns if attributes else 0
-            clean.append(
-                Candidate(replica.ino, replica.version, replica.size, age, rule.keep.get(tier, Keep.WATERMARK))
-            )
-        return clean
-
-    def _below(self, tier: str) -> list[TierConfig]:
-        names = [t.name for t in self.policy.tiers]
-        return [t for t in self.policy.tiers[names.index(tier) + 1 :] if t.persistent]
-
-    def evict(self, ino: int, version: int, tier: str) -> bool:
-        """Drop a clean replica if it still is one: closed, not open, durable further down."""
-        replica = self.catalog.replica(ino, version, tier)
-        if replica is None or ino in self.files.inodes or not self.durable(ino, version, tier, below=True):
-            return False
-        with self.catalog.transaction():
-            self.files.forget_replica(replica)
-        return True
 
     # durability
 
