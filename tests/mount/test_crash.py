@@ -228,6 +228,36 @@ def test_killed_while_draining(passthrough_mnt: TestMount) -> None:
         assert (mnt.archive / name).read_bytes() == data
 
 
+def test_killed_while_cold_files_are_read(passthrough_mnt: TestMount, pauses: list[float]) -> None:
+    mnt = passthrough_mnt
+    rng = random.Random(20)
+    content = {mnt.path / f"{n}.pt": rng.randbytes(40 << 20) for n in range(3)}
+    for path, data in content.items():
+        path.write_bytes(data)
+    mnt.flush()
+    wrong: list[object] = []
+
+    def read() -> None:
+        for path, data in content.items():
+            try:
+                if path.read_bytes() != data:
+                    wrong.append(path)
+            except OSError as error:
+                wrong.append(error)
+
+    for _ in range(4):
+        for tier in ("memory", "nvme"):
+            mnt.evict(*content, tier=tier)
+        reader = threading.Thread(target=read)
+        reader.start()
+        time.sleep(rng.uniform(0, 0.15))
+        pauses.append(mnt.strike())
+        reader.join(60)
+        assert not reader.is_alive(), "the reader hangs"
+        assert wrong == []
+    assert max(pauses) < LONGEST_PAUSE
+
+
 def test_an_idle_mount_is_back_at_once(passthrough_mnt: TestMount, pauses: list[float]) -> None:
     pauses.append(passthrough_mnt.strike())
     assert pauses[0] < LONGEST_PAUSE
