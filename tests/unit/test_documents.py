@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tierfs.policy.describe import remarks
+from tierfs.policy.load import parse_policy
+
 ROOT = Path(__file__).parents[2]
 SEMANTICS = ROOT / "docs" / "SEMANTICS.md"
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -76,6 +79,12 @@ def test_links_and_named_files_exist(document: Path) -> None:
     named = re.findall(r"`((?:tierfs|tests|docs|tools|mount|policies)/[\w/@.-]+)`", text)
     missing += [name for name in named if not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists()]
     assert missing == []
+
+
+def test_the_policy_of_the_readme_is_valid_and_unremarkable() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert remarks(parse_policy(text, "ckpt.yaml")) == [], "what newcomers copy should be what they want"
+    assert len(text.splitlines()) <= 10
 
 
 def test_the_readme_links_every_document() -> None:
