@@ -18,6 +18,7 @@ import pytest
 
 from tests.mount.conftest import MODES, Mounter
 from tests.mount.test_posix import RENAME_EXCHANGE, renameat2
+from tierfs.fs.open_files import RENAME_AT_ONCE
 from tierfs.testing.mounting import TestMount, is_mounted
 
 MB = 1 << 20
@@ -189,6 +190,19 @@ def test_a_file_renamed_to_a_rule_that_drains_further_does(mounter: Mounter, mod
             "step-1/deep/shard": b"shard",
         }.items():
             assert (mnt.archive / path).read_bytes() == content
+
+
+def test_a_large_directory_renamed_to_a_rule_that_drains_further_does(mounter: Mounter, mode: str) -> None:
+    with limited(mounter, mode, rules=[{"match": "tmp/**", "drain": "none"}]) as mnt:
+        (mnt.path / "tmp").mkdir()
+        number = RENAME_AT_ONCE + 100
+        for n in range(number):
+            (mnt.path / "tmp" / f"{n}").write_bytes(b"%d" % n)
+        (mnt.path / "tmp").rename(mnt.path / "done")
+        mnt.flush()
+        assert {path.name: path.read_bytes() for path in (mnt.archive / "done").iterdir()} == {
+            f"{n}": b"%d" % n for n in range(number)
+        }
 
 
 def test_rules_that_changed_between_mounts_are_followed(mounter: Mounter, mode: str) -> None:

@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -39,6 +40,10 @@ RULE_CHUNK, RULE_PAUSE = 128, 0.01
 GRADUAL = 64 << 20
 """Files above this many bytes are open for reading before they are recalled; smaller ones are here in no time, and
 then read through passthrough."""
+
+RENAME_AT_ONCE = 1000
+"""Files of a renamed directory whose rules are followed in the rename's own transaction: that one has to fit the
+catalog's journal, and requests wait for it."""
 
 _SERIAL_MASK = (1 << 30) - 1
 
@@ -133,6 +138,7 @@ class OpenFiles:
     """Orphans that the kernel forgot while a release of theirs was still on its way."""
     _locks: dict[int, tuple[trio.Lock, list[int]]] = field(default_factory=dict)
     _serial: int = 0
+    _rules_changed: trio.Event = field(default_factory=trio.Event)
     _keys: int = field(default_factory=lambda: time.time_ns() >> 10)
 
     def __post_init__(self) -> None:
@@ -432,7 +438,12 @@ class OpenFiles:
             return
         self.catalog.forget_paths()
         now = time.time_ns()
-        for attributes in self.catalog.subtree(top):
+        files = list(itertools.islice(self.catalog.subtree(top), RENAME_AT_ONCE + 1))
+        if len(files) > RENAME_AT_ONCE:
+            self.catalog.remember_drains("")  # so that a start before it is through begins again
+            self._rules_changed.set()
+            return
+        for attributes in files:
             self._queue_missing(attributes, now)
 
     def _queue_missing(self, attributes: Attributes, now: int) -> None:
@@ -453,7 +464,14 @@ class OpenFiles:
         self.queue_copies(local, rule, now, present)
 
     async def follow_rules(self) -> None:
-        """At a start with other rules or tiers than the last one's: queue what the new ones want of every file."""
+        """At a start with other rules or tiers than the last one's, and after a large directory was renamed: queue what
+        the rules want of every file, a few at a time."""
+        while True:
+            self._rules_changed = trio.Event()
+            await self._follow_rules()
+            await self._rules_changed.wait()
+
+    async def _follow_rules(self) -> None:
         tiers, rules = self.policy.tiers, self.policy.rules
         drains = repr(([tier.name for tier in tiers], [(rule.match, rule.ack, rule.lowest) for rule in rules]))
         if self.catalog.drains == drains:
@@ -466,8 +484,9 @@ class OpenFiles:
             after = chunk[-1].ino
             self.changed()
             await trio.sleep(RULE_PAUSE)
-        with self.catalog.transaction():
-            self.catalog.remember_drains(drains)
+        if not self._rules_changed.is_set():
+            with self.catalog.transaction():
+                self.catalog.remember_drains(drains)
 
     def reachable(self, ino: int, tier: str) -> str | None:
         """``tier``, or the lowest tier above it that the file's rule drains to; None when that is not persistent."""
