@@ -1,8 +1,8 @@
-"""Catalog format 3. The comment at each column is the authority on its meaning and sentinels."""
+"""Catalog format 4. The comment at each column is the authority on its meaning and sentinels."""
 
 from __future__ import annotations
 
-FORMAT = 3
+FORMAT = 4
 
 SCHEMA = """
 CREATE TABLE meta (
