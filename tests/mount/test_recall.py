@@ -56,6 +56,7 @@ def seam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seam:
     path = [str(Path(__file__).parent / "seams"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     monkeypatch.setenv("TIERFS_TEST_SEAM", str(tmp_path))
+    monkeypatch.setenv("TIERFS_TEST_FROM", "/var/tmp/tierfs-disks-")
     return Seam(tmp_path)
 
 
@@ -309,6 +310,24 @@ def test_archive_that_does_not_answer_gives_eio(
                 file.read(10)
             seam.release()
             assert file.read() == data, "it answers again"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY])
+def test_an_open_that_needs_the_whole_file_gives_up_too(
+    mounter: Mounter, seam: Seam, monkeypatch: pytest.MonkeyPatch, mode: str, flags: int
+) -> None:
+    monkeypatch.setenv("TIERFS_TEST_READ_SECONDS", "1")
+    with mounter(mode, allow_log=["nothing came for 1 s"]) as mnt, mnt.abort_after(TEST_LIMIT):
+        path = cold(mnt, b"small" * 1000)
+        seam.hold()
+        with pytest.raises(OSError, match="Input/output error"):
+            os.close(os.open(path, flags))
+        mnt.status()
+        seam.release()
+        eventually(lambda: leftovers(mnt) == [], "the temporary file stays")
+        assert tiers(mnt, path) == {"archive"}
+        assert path.read_bytes() == b"small" * 1000
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -16,6 +17,7 @@ import trio
 from tierfs.catalog import Catalog
 from tierfs.errors import DigestMismatch, FsError, TierError
 from tierfs.fs.open_files import GRADUAL, OpenFiles
+from tierfs.migrator import gradual
 from tierfs.migrator.archive import Archive
 from tierfs.migrator.gradual import Recall
 from tierfs.migrator.transfer import recall_file
@@ -28,7 +30,7 @@ from tierfs.types import Attributes, Replica, ReplicaState
 log = logging.getLogger("tierfs.recall")
 
 THREADS = 24
-"""All gradual recalls together; threads of their own, because an archive that hangs keeps them."""
+"""All recalls together; threads of their own, because an archive that hangs keeps them."""
 CHUNKS_LIMIT = 1 << 20
 """Longer lists of chunk digests (files above 256 GiB) are not kept: a transaction must fit the catalog's journal."""
 
@@ -102,10 +104,36 @@ class Recaller:
     async def _recall_from(self, source: Replica, attributes: Attributes, tier: str) -> Replica:
         host = self._host
         key = host.files.new_key(source.ino)
+        cancel = threading.Event()
+        token = trio.lowlevel.current_trio_token()
+        scope = trio.CancelScope(deadline=trio.current_time() + gradual.READ_SECONDS)
+
+        def extend() -> None:
+            scope.deadline = trio.current_time() + gradual.READ_SECONDS
+
+        def copy() -> bytes:
+            return recall_file(
+                opener,
+                source,
+                host.stores[tier],
+                key,
+                attributes.mtime_ns,
+                lambda size: token.run_sync_soon(extend),
+                cancel,
+            )
+
         opener = self._opener(source)
-        digest = await trio.to_thread.run_sync(
-            recall_file, opener, source, host.stores[tier], key, attributes.mtime_ns
-        )
+        digest = None
+        try:
+            with scope:
+                digest = await trio.to_thread.run_sync(copy, abandon_on_cancel=True, limiter=self._limiter)
+        finally:
+            if digest is None:
+                # The thread may be about to publish, or just have: either it or this removes the file.
+                cancel.set()
+                host.files.discard(tier, key)
+        if digest is None:
+            raise TierError(f"tier {source.tier}: inode {source.ino}: nothing came for {gradual.READ_SECONDS:g} s")
         return self._enter(Replica(source.ino, source.version, tier, ReplicaState.WRITTEN, key, source.size, digest))
 
     def _enter(self, replica: Replica) -> Replica:

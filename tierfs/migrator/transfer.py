@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tierfs.durable import TemporaryFile
-from tierfs.errors import DigestMismatch, TierError
+from tierfs.errors import DigestMismatch, SourceChanged, TierError
 from tierfs.migrator.throttle import Throttle
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.copy import CHUNK, PipelinedCopy, copy_file, data_end, digest_file
@@ -153,8 +153,12 @@ def recall_file(
     target: ReplicaStore,
     key: str,
     mtime_ns: int,
+    alive: Callable[[int], None],
+    cancel: threading.Event,
 ) -> bytes:
-    """Copy a cold replica up to ``target`` as ``key``, checking its digest. Raises TierError, DigestMismatch."""
+    """Copy a cold replica up to ``target`` as ``key``, checking its digest: the digest. ``alive`` is called with the
+    bytes of each chunk that is about to be read. Once ``cancel`` is set nothing is published any more.
+    Raises TierError, DigestMismatch, SourceChanged when cancelled."""
     try:
         fd = open_source()
     except OSError as error:
@@ -165,11 +169,15 @@ def recall_file(
             raise DigestMismatch(f"tier {source.tier}: inode {source.ino} has {size} bytes, not {source.size}")
         temp = target.temporary(key)
         try:
-            digest = copy_file(fd, temp, size, streams=STREAMS, throttle=None, cancelled=None, stable=False)
+            digest = copy_file(fd, temp, size, streams=STREAMS, throttle=alive, cancelled=cancel.is_set, stable=False)
             if source.digest is not None and digest != source.digest:
                 raise DigestMismatch(f"tier {source.tier}: inode {source.ino} does not have the bytes written to it")
             os.utime(temp.fd, ns=(mtime_ns, mtime_ns))
-            target.publish(temp, key)
+            if not cancel.is_set():
+                target.publish(temp, key)
+            if cancel.is_set():
+                target.remove(key)
+                raise SourceChanged("the recall was cancelled")
         except BaseException:
             temp.discard()
             raise

@@ -1,6 +1,7 @@
-"""Loaded by every Python process of a mount that a test made with `held_mounter` (test_recall): lets the test hold the
-recalls of the daemon. While the file ``hold`` is in the directory TIERFS_TEST_SEAM, no chunk is read from the archive,
-except those whose number ``allow-<number>`` names; each chunk that is read is appended to ``order``."""
+"""Loaded by every Python process of a mount made by a test that has the fixture ``seam`` (test_recall): lets the test
+hold the recalls of the daemon. While the file ``hold`` is in the directory TIERFS_TEST_SEAM, no chunk is read from the
+archive, except those whose number ``allow-<number>`` names; each chunk that is read is appended to ``order``. Recalls
+of whole files are held, too: copies from below TIERFS_TEST_FROM."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ import os
 import time
 from pathlib import Path
 
-from tierfs.migrator import gradual
+from tierfs.migrator import gradual, transfer
 
 seam = Path(os.environ["TIERFS_TEST_SEAM"])
 read_chunk = gradual.read_chunk
+copy_file = transfer.copy_file
 
 
 def held(fd: int, offset: int, length: int) -> memoryview:
@@ -23,5 +25,12 @@ def held(fd: int, offset: int, length: int) -> memoryview:
     return read_chunk(fd, offset, length)
 
 
+def held_small(fd: int, *args: object, **kwargs: object) -> bytes:
+    while (seam / "hold").exists() and os.readlink(f"/proc/self/fd/{fd}").startswith(os.environ["TIERFS_TEST_FROM"]):
+        time.sleep(0.005)
+    return copy_file(fd, *args, **kwargs)
+
+
 gradual.read_chunk = held
+transfer.copy_file = held_small
 gradual.READ_SECONDS = float(os.environ.get("TIERFS_TEST_READ_SECONDS", gradual.READ_SECONDS))
