@@ -12,7 +12,6 @@ from pathlib import Path
 from tensorboard.backend.event_processing.directory_watcher import DirectoryWatcher
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.io_wrapper import IsSummaryEventsFile
-from torch.utils.tensorboard import SummaryWriter
 
 FLUSH_EVERY = 20
 STEP_SECONDS = 0.004
@@ -20,6 +19,8 @@ READ_SECONDS = 90
 
 
 def write(top: Path, steps: int) -> None:
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, and the reader does without
+
     with SummaryWriter(str(top), flush_secs=1) as writer:
         for step in range(steps):
             writer.add_scalar("loss", 1 / (step + 1), step)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import importlib.util
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,20 +27,19 @@ def need(*modules: str) -> None:
             pytest.skip(f"needs {module}")
 
 
-def start(script: str, *args: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextlib.contextmanager
+def running(script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
+    """A job beside the block, awaited at its end."""
+    with subprocess.Popen(
         [sys.executable, "-W", "ignore", HERE / script, *map(str, args)],
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    with process:
+    ) as process:
         try:
+            yield process
             output, _ = process.communicate(timeout=100)
         except BaseException:
             process.kill()
@@ -47,7 +48,8 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def job(script: str, *args: object) -> None:
-    end(start(script, *args))
+    with running(script, *args):
+        pass
 
 
 def files(top: Path) -> list[Path]:
@@ -89,11 +91,15 @@ def test_distributed_checkpoint(mnt: TestMount) -> None:
 def test_trainer_rotates_and_resumes(mnt: TestMount) -> None:
     need("torch", "transformers", "accelerate", "tensorboard")
     run = mnt.path / "run"
-    job("trainer_job.py", run)
-    assert sorted(p.name for p in run.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
-    found = same_on_archive(mnt)
-    mnt.evict(*(mnt.path / path for path in found))
-    job("trainer_job.py", run, "resume")
+    with running("trainer_job.py", run) as trainer:
+        assert trainer.stdout is not None
+        seen: list[str] = []
+        while "first part done\n" not in seen:
+            seen.append(trainer.stdout.readline())
+            assert seen[-1], "".join(seen)[-4000:]
+        assert sorted(p.name for p in run.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
+        found = same_on_archive(mnt)
+        mnt.evict(*(mnt.path / path for path in found))
     assert sorted(p.name for p in run.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-12"]
     same_on_archive(mnt)
 
@@ -103,17 +109,15 @@ def test_trainer_rotates_and_resumes(mnt: TestMount) -> None:
 def test_tensorboard_reader_follows_the_writer(mounter: Mounter, mode: str, pauses: list[float]) -> None:
     """Appended with flushes, read at the same time, over kills of the daemon where the mount outlives it."""
     need("torch", "tensorboard")
-    steps = 1500
+    program, steps = "tensorboard_job.py", 1500
     rules = [{"match": "**/events.out.tfevents.*", "ack": "nvme"}, {"match": "**"}]
     with mounter(mode, rules=rules) as mnt, mnt.abort_after(TEST_LIMIT):
         top = mnt.path / "runs" / "one"
         top.mkdir(parents=True)
-        writer, reader = (start("tensorboard_job.py", what, top, steps) for what in ("write", "read"))
-        while writer.poll() is None and not any(path.stat().st_size > 20_000 for path in top.iterdir()):
-            time.sleep(0.05)
-        for _ in range(3 if mode == "passthrough" else 0):
-            pauses.append(mnt.strike())
-            time.sleep(0.7)
-        end(writer)
-        end(reader)
+        with running(program, "write", top, steps) as writer, running(program, "read", top, steps):
+            while writer.poll() is None and not any(path.stat().st_size > 20_000 for path in top.iterdir()):
+                time.sleep(0.05)
+            for _ in range(3 if mode == "passthrough" else 0):
+                pauses.append(mnt.strike())
+                time.sleep(0.7)
         assert len(same_on_archive(mnt)) == 1

@@ -1,4 +1,7 @@
-"""A tiny Hugging Face Trainer run that keeps two checkpoints: trainer_job.py DIR [resume]."""
+"""A tiny Hugging Face Trainer run that keeps two checkpoints: trainer_job.py DIR.
+
+Trains, says so, waits for a line and trains on from the newest checkpoint with a new model.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import sys
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+TRAINED = "first part done"
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -17,7 +22,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
-def main(top: str, resume: bool) -> None:
+def train(top: str, resume: bool) -> None:
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=64, n_layer=2, n_head=2)
     arguments = TrainingArguments(
         output_dir=top,
@@ -36,4 +41,7 @@ def main(top: str, resume: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "resume" in sys.argv[2:])
+    train(sys.argv[1], resume=False)
+    print(TRAINED, flush=True)
+    sys.stdin.readline()
+    train(sys.argv[1], resume=True)
