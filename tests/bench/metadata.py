@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -10,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from tests.bench.measuring import Row, Work, alternating, bare_tmpfs, cpu_seconds, resident_bytes, seconds
+from tests.bench.throughput import example_passthrough
 from tierfs.catalog import Catalog
 from tierfs.state import CATALOG
 from tierfs.testing.mounting import TestMount, mounted
@@ -68,10 +70,20 @@ def _daemon_wakeups(pid: int, work: Work) -> int:
 
 def metadata(mode: str, repeat: int, base: Path) -> list[Row]:
     target = ">= 1500 /s" if mode == "passthrough" else ">= 2500 /s"
-    with bare_tmpfs(base / "bare", 512 << 20) as bare, mounted(base, mode=mode, archive=base / "archive") as mount:
+    with contextlib.ExitStack() as stack:
+        bare = stack.enter_context(bare_tmpfs(base / "bare", 512 << 20))
+        sides = {"tmpfs huge=within_size": bare}
+        (bare / "example").mkdir()
+        example = stack.enter_context(example_passthrough(base, bare / "example"))
+        if example is not None:
+            sides["pyfuse3 passthroughfs"] = example
+        mount = stack.enter_context(mounted(base, mode=mode, archive=base / "archive"))
         mount.cli("pause", mount.path)
-        on_mount, on_bare = alternating(repeat, creates(mount.path), creates(bare))
-        rows = [Row("create + close", "1/s", FILES / on_mount, FILES / on_bare, "tmpfs huge=within_size", target)]
+        on_mount, *others = alternating(repeat, creates(mount.path), *map(creates, sides.values()))
+        rows = [
+            Row("create + close", "1/s", FILES / on_mount, FILES / taken, against, target)
+            for against, taken in zip(sides, others, strict=True)
+        ]
         status = mount.status()
         processes = [pid for key in ("keeper_pid", "daemon_pid") if isinstance(pid := status[key], int)]
         before = sum(map(cpu_seconds, processes))
