@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,34 @@ def test_write_and_chown_clear_setuid(here: Path) -> None:
     file.chmod(0o6755)
     os.chown(file, 4242, 4242)
     assert stat.S_IMODE(file.stat().st_mode) == 0o755
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("change", ["write", "truncate", "open(O_TRUNC)"])
+def test_a_change_by_somebody_else_than_root_clears_setuid(here: Path, change: str) -> None:
+    file, kept = here / "file", here / "kept"
+    for path in (file, kept):
+        path.write_bytes(b"old")
+        path.chmod(0o6777)
+    program = f"""
+import os, sys
+os.setgroups([]); os.setgid(12345); os.setuid(12345)
+file, kept = sys.argv[1] + "/file", sys.argv[1] + "/kept"
+if "{change}" == "write":
+    with open(file, "r+b") as out: out.write(b"new")
+elif "{change}" == "truncate": os.truncate(file, 1)
+else: os.close(os.open(file, os.O_WRONLY | os.O_TRUNC))
+os.close(os.open(kept, os.O_RDWR))
+"""
+    in_child(program, here)
+    deadline = time.monotonic() + 10
+    while stat.S_IMODE(file.stat().st_mode) != 0o777 and time.monotonic() < deadline:
+        time.sleep(0.01)  # the kernel tells of a close in passing, so the mode may follow it by a moment
+    assert stat.S_IMODE(file.stat().st_mode) == 0o777
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o6777
+    with kept.open("r+b") as out:
+        out.write(b"by root")
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o6777
 
 
 def test_umask_and_mode_at_create(here: Path) -> None:
@@ -530,3 +559,22 @@ def test_statfs(here: Path, shared_mnt: TestMount) -> None:
     assert found.f_blocks >= found.f_bfree >= found.f_bavail > 0
     assert found.f_namemax == 255
     assert os.path.ismount(shared_mnt.path)
+
+
+def test_writes_and_reads_pass_the_daemon_by(here: Path, shared_mnt: TestMount) -> None:
+    """With passthrough no write asks the daemon anything, not even for ``security.capability``."""
+    if shared_mnt.mode != "passthrough":
+        pytest.skip("only with passthrough")
+    status = Path(f"/proc/{shared_mnt.daemon_pid()}/status")
+
+    def wakeups() -> int:
+        lines = [line for line in status.read_text().splitlines() if line.startswith("voluntary_ctxt_switches")]
+        return int(lines[0].split()[1])
+
+    with (here / "file").open("w+b", buffering=0) as file:
+        file.write(b"x")
+        before = wakeups()
+        for number in range(2000):
+            os.pwrite(file.fileno(), b"x", number)
+            os.pread(file.fileno(), 1, number)
+        assert wakeups() - before < 400

@@ -69,13 +69,13 @@ def init_reply(flags: int, flags2: int, depth: int) -> bytearray:
 def test_patch_init() -> None:
     reply = init_reply(1 << 30 | 1 << 16 | 1 << 5, 1 << 2, 0)
     wire.patch_init(reply)
-    assert reply == init_reply(1 << 30 | 1 << 5, 1 << 2 | 1 << 5 | 1 << 7, 2)
+    assert reply == init_reply(1 << 30 | 1 << 28 | 1 << 5, 1 << 2 | 1 << 5 | 1 << 7, 2)
 
 
 def test_patch_init_without_extension() -> None:
     reply = init_reply(1 << 5, 0xFFFFFFFF, 0)
     wire.patch_init(reply)
-    assert reply == init_reply(1 << 30 | 1 << 5, 1 << 5 | 1 << 7, 2)
+    assert reply == init_reply(1 << 30 | 1 << 28 | 1 << 5, 1 << 5 | 1 << 7, 2)
 
 
 @pytest.mark.parametrize("offset", [wire.OUT_BODY, wire.CREATE_OPEN_OUT])

@@ -15,7 +15,7 @@ from tierfs.catalog import Catalog
 from tierfs.errors import FsError
 from tierfs.fs.caller import Caller
 from tierfs.fs.namespace import Namespace
-from tierfs.fs.open_files import Handle, OpenFiles
+from tierfs.fs.open_files import Handle, OpenFiles, unprivileged
 from tierfs.types import Attributes, OpKind
 
 XATTR_SIZE_MAX = 65536
@@ -56,10 +56,13 @@ class Filesystem:
             attributes = self.names.attributes(ino)
             if stat.S_ISDIR(attributes.mode):
                 raise FsError(errno.EISDIR)
-            await self.files.truncate(ino, change.size)
+            await self.files.truncate(ino, change.size, caller.uid)
         attributes = self.names.attributes(ino)
+        mode = attributes.mode if change.mode is None else stat.S_IFMT(attributes.mode) | stat.S_IMODE(change.mode)
+        if (change.uid is not None or change.gid is not None) and not stat.S_ISDIR(mode):
+            mode = unprivileged(mode)
         new = attributes._replace(
-            mode=attributes.mode if change.mode is None else stat.S_IFMT(attributes.mode) | stat.S_IMODE(change.mode),
+            mode=mode,
             uid=attributes.uid if change.uid is None else change.uid,
             gid=attributes.gid if change.gid is None else change.gid,
             atime_ns=attributes.atime_ns if change.atime_ns is None else change.atime_ns,

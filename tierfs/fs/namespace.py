@@ -95,7 +95,7 @@ class Namespace:
                 self.files.discard(tier, key)
             raise
         inode = self.files.attach(replica, fd, rule, role)
-        return self.files.add_handle(inode, flags), attributes
+        return self.files.add_handle(inode, flags, caller.uid), attributes
 
     def make(
         self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes | None = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import stat
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -94,6 +95,8 @@ class OpenInode:
     role: tuple[int, bytes]
     readers: int = 0
     writers: int = 0
+    unprivileged: bool = False
+    """Opened for writing by somebody else than root, whose writes clear the setuid and setgid bits."""
     snapshot: tuple[int, int] | None = None
     """(size, mtime_ns) when fsync or close made the version durable while it stayed open for writing."""
     filling: Filling | None = None
@@ -134,6 +137,8 @@ class OpenFiles:
     orphans: set[int] = field(default_factory=set)
     """Inodes without a name that the kernel still knows: an open that began before the unlink may still come, so
     bytes and row stay until the kernel forgets them."""
+    outdated: list[int] = field(default_factory=list)
+    """Inodes whose mode changed without the kernel's knowing; the adapter tells it."""
     forgotten: set[int] = field(default_factory=set)
     """Orphans that the kernel forgot while a release of theirs was still on its way."""
     _locks: dict[int, tuple[trio.Lock, list[int]]] = field(default_factory=dict)
@@ -187,8 +192,8 @@ class OpenFiles:
         self.inodes[replica.ino] = inode
         return inode
 
-    def add_handle(self, inode: OpenInode, flags: int) -> int:
-        """A new handle of an attached inode; the low half is the backing id."""
+    def add_handle(self, inode: OpenInode, flags: int, uid: int = 0) -> int:
+        """A new handle of an attached inode, opened by ``uid``; the low half is the backing id."""
         self._serial = (self._serial + 1) & _SERIAL_MASK
         fh = self._serial << 32 | inode.backing_id
         writes = flags & os.O_ACCMODE != os.O_RDONLY
@@ -197,24 +202,26 @@ class OpenFiles:
         self.handles[fh] = Handle(inode, flags)
         if writes:
             inode.writers += 1
+            inode.unprivileged = inode.unprivileged or uid != 0
         else:
             inode.readers += 1
         return fh
 
-    async def open(self, ino: int, flags: int) -> int:
+    async def open(self, ino: int, flags: int, uid: int = 0) -> int:
         """Open for reading or writing, recalling the bytes first when no local tier has them."""
         async with self.locked(ino):
             inode = await self._ensure_open(ino, flags & os.O_ACCMODE != os.O_RDONLY, bool(flags & os.O_TRUNC))
-            return self.add_handle(inode, flags)
+            return self.add_handle(inode, flags, uid)
 
-    async def truncate(self, ino: int, size: int) -> None:
-        """Set the size of a file, open or not."""
+    async def truncate(self, ino: int, size: int, uid: int = 0) -> None:
+        """Set the size of a file, open or not, for ``uid``."""
         async with self.locked(ino):
             inode = await self._ensure_open(ino, True, size == 0)
             try:
                 os.ftruncate(inode.fd, size)
             finally:
                 inode.writers += 1
+                inode.unprivileged = inode.unprivileged or uid != 0
                 self._drop(inode, writes=True)
 
     async def _ensure_open(self, ino: int, writes: bool, truncate: bool) -> OpenInode:
@@ -386,9 +393,25 @@ class OpenFiles:
         if inode.replica.state is not ReplicaState.OPEN and inode.snapshot != (status.st_size, status.st_mtime_ns):
             self._begin_version(inode)
         if inode.replica.state is ReplicaState.OPEN:
+            if inode.unprivileged:
+                self._clear_privileges(inode, status)
             inode.replica = self.close_version(inode.replica, status, inode.rule)
             self.space.learned.learn(inode.role, inode.replica.size)
             self.changed()
+        inode.unprivileged = False
+
+    def _clear_privileges(self, inode: OpenInode, status: os.stat_result) -> None:
+        """What somebody else than root wrote is neither setuid nor setgid any more. The kernel leaves that to us
+        (fuse.wire.HANDLE_KILLPRIV_V2), and no single write comes by here, so it happens at the close."""
+        attributes = self.catalog.attributes(inode.ino)
+        if attributes is None or attributes.mtime_ns == status.st_mtime_ns:
+            return
+        mode = unprivileged(attributes.mode)
+        if mode != attributes.mode:
+            with self.catalog.transaction():
+                self.catalog.set_attributes(attributes._replace(mode=mode))
+                self.catalog.log(OpKind.ATTRIBUTES, inode.ino, time.time_ns())
+            self.outdated.append(inode.ino)
 
     def take_snapshot(self, inode: OpenInode) -> int:
         """Close the version of a file that stays open for writing, so that it can be made durable; the
@@ -583,6 +606,12 @@ class InodeLock:
         users[0] -= 1
         if not users[0]:
             del self.locks[self.ino]
+
+
+def unprivileged(mode: int) -> int:
+    """``mode`` as a write or chown leaves it: no setuid, and no setgid where it would give a group to whoever executes
+    the file (without group execute permission it means something else)."""
+    return mode & ~(stat.S_ISUID | (stat.S_ISGID if mode & stat.S_IXGRP else 0))
 
 
 def role_of(rule: int, path: tuple[bytes, ...] | None) -> tuple[int, bytes]:

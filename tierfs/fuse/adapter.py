@@ -128,7 +128,7 @@ class Adapter(pyfuse3.Operations):
                 made = existing.ino
             else:
                 return pyfuse3.FileInfo(fh=fh), _entry(attributes)
-        fh = await self._files.open(made, flags)
+        fh = await self._files.open(made, flags, ctx.uid)
         return pyfuse3.FileInfo(fh=fh), _entry(self._names.attributes(made))
 
     async def _make(
@@ -267,7 +267,7 @@ class Adapter(pyfuse3.Operations):
 
     @_answer
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
-        return pyfuse3.FileInfo(fh=await self._files.open(inode, flags))
+        return pyfuse3.FileInfo(fh=await self._files.open(inode, flags, ctx.uid))
 
     @_answer
     async def read(self, fh: int, off: int, size: int) -> bytes:
@@ -288,6 +288,8 @@ class Adapter(pyfuse3.Operations):
     @_answer
     async def release(self, fh: int) -> None:
         self._files.release(fh)
+        while self._files.outdated:
+            pyfuse3.invalidate_inode(pyfuse3.InodeT(self._files.outdated.pop()), attr_only=True)
 
     # directories: the handle is the inode, so a new daemon needs no table of them
 

@@ -42,6 +42,9 @@ INIT_OUT_FLAGS, INIT_OUT_FLAGS2, INIT_OUT_STACK_DEPTH = 28, 48, 52
 
 STACK_DEPTH = 2
 WRITEBACK_CACHE = 1 << 16
+HANDLE_KILLPRIV_V2 = 1 << 28
+"""The filesystem clears setuid and setgid bits itself. Without it the kernel asks for ``security.capability`` before
+each single write, also with passthrough (file_remove_privs in fs/inode.c; fs/fuse/inode.c sets SB_NOSEC for it)."""
 INIT_EXT = 1 << 30
 PASSTHROUGH2 = 1 << (37 - 32)
 HAS_RESEND2 = 1 << (39 - 32)
@@ -86,11 +89,12 @@ def missing_features(init_request: bytes | Packet) -> list[str]:
 
 
 def patch_init(reply: Packet) -> None:
-    """Switch on passthrough and resend in the daemon's INIT reply; writeback caching excludes passthrough."""
+    """Switch on passthrough, resend and writes without a question in the daemon's INIT reply; writeback caching
+    excludes passthrough."""
     (flags,) = U32.unpack_from(reply, INIT_OUT_FLAGS)
     # Without INIT_EXT the kernel ignores flags2, so what libfuse left there is not to be trusted.
     flags2 = U32.unpack_from(reply, INIT_OUT_FLAGS2)[0] if flags & INIT_EXT else 0
-    U32.pack_into(reply, INIT_OUT_FLAGS, (flags | INIT_EXT) & ~WRITEBACK_CACHE)
+    U32.pack_into(reply, INIT_OUT_FLAGS, (flags | INIT_EXT | HANDLE_KILLPRIV_V2) & ~WRITEBACK_CACHE)
     U32.pack_into(reply, INIT_OUT_FLAGS2, flags2 | PASSTHROUGH2 | HAS_RESEND2)
     U32.pack_into(reply, INIT_OUT_STACK_DEPTH, STACK_DEPTH)
 
