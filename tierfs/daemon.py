@@ -213,6 +213,7 @@ def run_mount(
             ready_fd = None
 
     sys.setswitchinterval(0.0005)
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # sent when an open meets the lease of ReplicaStore.is_written
     try:
         mode, why = choose_mode(policy)
         with state_lock(policy.state):

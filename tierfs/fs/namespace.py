@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from tierfs.catalog import Catalog, Entry
 from tierfs.errors import FsError
 from tierfs.fs.caller import Caller
-from tierfs.fs.open_files import OpenFiles, role_of
+from tierfs.fs.open_files import OpenFiles
+from tierfs.plan.placement import role_of
 from tierfs.types import ROOT_INO, Attributes, OpKind
 
 NAME_MAX = 255

@@ -27,7 +27,9 @@ import trio
 
 from tierfs.catalog import Catalog
 from tierfs.errors import FsError
+from tierfs.fs.inode_lock import InodeLock
 from tierfs.fs.space import Space
+from tierfs.plan.placement import role_of
 from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy, Rule
 from tierfs.types import Attributes, Ino, OpKind, Replica, ReplicaState
@@ -437,6 +439,26 @@ class OpenFiles:
                 self.queue_copies(closed, rule, now)
         return closed
 
+    def renew(self, attributes: Attributes) -> bool:
+        """A closed file may have changed since it was copied: its bytes are a version of their own. False while it is
+        open."""
+        replica = self.local_replica(attributes)
+        if attributes.ino in self.inodes:
+            return False
+        if replica is not None:
+            _, rule = self.rule_of(self.catalog.path_of(attributes.ino))
+            new = replica._replace(version=replica.version + 1, state=ReplicaState.OPEN, digest=None)
+            with self.catalog.transaction():
+                self.catalog.begin_version(new.ino, new.version)
+                self.catalog.remove_replica(replica)
+                self.catalog.put_replica(new)
+            fd = self.stores[replica.tier].open(replica.key)
+            try:
+                self.close_version(new, os.fstat(fd), rule)
+            finally:
+                os.close(fd)
+        return True
+
     def copy_targets(self, tier: str, rule: Rule) -> list[str]:
         """Persistent tiers that are to hold what was closed on ``tier``, itself included, fastest first."""
         names = [config.name for config in self.policy.tiers]
@@ -578,43 +600,6 @@ class OpenFiles:
         return InodeLock(self._locks, ino)
 
 
-@dataclass
-class InodeLock:
-    """Opens of one inode wait for each other (a recall may be under way); other inodes do not."""
-
-    locks: dict[int, tuple[trio.Lock, list[int]]]
-    ino: int
-
-    async def __aenter__(self) -> None:
-        lock, users = self.locks.setdefault(self.ino, (trio.Lock(), [0]))
-        users[0] += 1
-        try:
-            lock.acquire_nowait()
-        except trio.WouldBlock:
-            try:
-                await lock.acquire()
-            except BaseException:
-                self._leave(users)
-                raise
-
-    async def __aexit__(self, *_: object) -> None:
-        lock, users = self.locks[self.ino]
-        lock.release()
-        self._leave(users)
-
-    def _leave(self, users: list[int]) -> None:
-        users[0] -= 1
-        if not users[0]:
-            del self.locks[self.ino]
-
-
 def unprivileged(mode: int) -> int:
-    """``mode`` as a write or chown leaves it: no setuid, and no setgid where it would give a group to whoever executes
-    the file (without group execute permission it means something else)."""
+    """``mode`` as a write or chown leaves it; setgid without group execute permission is no privilege."""
     return mode & ~(stat.S_ISUID | (stat.S_ISGID if mode & stat.S_IXGRP else 0))
-
-
-def role_of(rule: int, path: tuple[bytes, ...] | None) -> tuple[int, bytes]:
-    """Files that are alike in size: same rule, same suffix of the name."""
-    name = path[-1] if path else b""
-    return rule, name.rpartition(b".")[2] if b"." in name else b""

@@ -335,9 +335,7 @@ class Archive:
         effect.steps += [Step(Action.LINK, path, first) for _, path in others]
         for row, _ in paths:
             effect.put(row.parent, row.name, op.ino, op.ino)
-        effect.stored.append(
-            Replica(op.ino, op.arg, self.name, ReplicaState.DURABLE, "", content.size, content.digest)
-        )
+        effect.stored.append(Replica(op.ino, op.arg, self.name, ReplicaState.DURABLE, "", content.size, content.digest))
         return effect
 
     def _attributes(self, batch: Batch, ino: int) -> Effect:

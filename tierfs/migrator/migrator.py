@@ -28,6 +28,7 @@ from tierfs.errors import (
 from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive, Ready
 from tierfs.migrator.evict import Evictor
+from tierfs.migrator.mapped import MappedFiles
 from tierfs.migrator.recall import Recaller
 from tierfs.migrator.throttle import Throttle
 from tierfs.migrator.transfer import Copied, Early, Transfer, copy_to_store, remove_files
@@ -95,6 +96,7 @@ class Migrator:
     def __post_init__(self) -> None:
         self.archive_name = self.policy.tiers[-1].name
         self.archive = Archive(self.catalog, self.tree, self.archive_name)
+        self.mapped = MappedFiles(self)
         self.throttle = Throttle(self.policy.limits.drain)
         self.recaller = Recaller(self)
         self.evictor = Evictor(self)
@@ -178,7 +180,8 @@ class Migrator:
         if self.doomed and not self._removing:
             self._removing = True
             nursery.start_soon(self.remove_discarded)
-        wake = 5.0
+        wake = 1.0 if self.mapped.any else 5.0
+        self.mapped.renew()
         if not self.paused:
             wake = min(wake, self._start_drains(nursery))
             if not self._replaying and not self._waits(self.archive_name):
@@ -228,7 +231,7 @@ class Migrator:
             return 5.0
         now = time.time_ns()
         small = sum(transfer.size < SMALL for transfer in self.running.values())
-        queue = [pending for pending in self._queue() if pending.ino not in self._quiet]
+        queue = [p for p in self._queue() if p.ino not in self._quiet and (self.hurry or not self.mapped.waits(p.ino))]
         plan = plan_drain(queue, self.running.keys(), slots, small, now, hurry=self.hurry > 0)
         for pending in plan.start:
             transfer = Transfer(pending.ino, pending.version, pending.tier, pending.size)
@@ -273,6 +276,14 @@ class Migrator:
             return
         inode = self.files.inodes.get(transfer.ino)
         stable = inode is None or not inode.writers
+        if inode is None and await self.mapped.writes_go_on(source):
+            if not self.hurry:
+                self.mapped.postpone(transfer.ino)
+                if early is not None:
+                    await trio.to_thread.run_sync(early.discard)
+                return
+            stable = False
+            self.mapped.copied(source)
         to_archive = transfer.tier == self.archive_name
         target = self._target(transfer.tier)
         key = self.files.new_key(transfer.ino)
@@ -394,7 +405,7 @@ class Migrator:
         store = self.stores[source.tier]
 
         def sync() -> None:
-            fd = store.open(source.key)
+            fd = store.open(source.key, write=False)
             try:
                 os.fsync(fd)
             finally:

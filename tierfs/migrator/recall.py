@@ -147,7 +147,7 @@ class Recaller:
     def _opener(self, source: Replica) -> Callable[[], int]:
         """Opens the replica for reading, in a thread, where the catalog has it now. Raises OSError, TierError."""
         if source.tier != self._host.archive_name:
-            return partial(self._host.stores[source.tier].open, source.key)
+            return partial(self._host.stores[source.tier].open, source.key, write=False)
         return partial(self._host.tree.open_first, self._host.archive.paths(source.ino), source.size)
 
     async def warmup(self, attributes: Attributes) -> bool:

@@ -47,9 +47,7 @@ def recover_lost_memory(
         _fall_back(catalog, ino, replicas, storing)
 
 
-def _fall_back(
-    catalog: Catalog, ino: int, replicas: list[Replica], storing: Callable[[int, int], bool]
-) -> None:
+def _fall_back(catalog: Catalog, ino: int, replicas: list[Replica], storing: Callable[[int, int], bool]) -> None:
     with catalog.transaction():
         for replica in replicas:
             catalog.remove_replica(replica)
@@ -69,9 +67,7 @@ def _fall_back(
         log.error("rolled back: %s is again its version %d of %d bytes", path, newest.version, newest.size)
 
 
-async def reclaim_orphans(
-    catalog: Catalog, stores: Mapping[str, ReplicaStore], former: Callable[[str], bool]
-) -> int:
+async def reclaim_orphans(catalog: Catalog, stores: Mapping[str, ReplicaStore], former: Callable[[str], bool]) -> int:
     """Remove the files of daemons that died before they entered them in the catalog, or after they took them out: how
     many. Runs beside everything else: ``former`` tells the keys that no living daemon gave out, and a key that is not
     in the catalog never comes back."""

@@ -121,9 +121,7 @@ class Step:
             case Action.PUBLISH:
                 assert self.metadata is not None
                 m = self.metadata
-                return store.publish(
-                    self.source, self.path, m.mode, m.uid, m.gid, m.mtime_ns, m.xattrs, sync_dir=False
-                )
+                return store.publish(self.source, self.path, m.mode, m.uid, m.gid, m.mtime_ns, m.xattrs, sync_dir=False)
         return True
 
 

@@ -55,7 +55,7 @@ class Early:
         """Copy what has been written meanwhile. False when the file was cut off below what is copied, so that starting
         over is the better choice. Raises TierError, SourceChanged."""
         try:
-            fd = source_store.open(source.key)
+            fd = source_store.open(source.key, write=False)
         except OSError as error:
             raise TierError.of(source_store.name, "open", error) from error
         try:
@@ -107,7 +107,7 @@ def copy_to_store(
     copy is void (DigestMismatch) when it changed. Raises TierError, SourceChanged.
     """
     try:
-        fd = source_store.open(source.key)
+        fd = source_store.open(source.key, write=False)
     except OSError as error:
         if early is not None:
             early.discard()

@@ -50,3 +50,9 @@ class LearnedSizes:
         self._sizes[role] = size if size >= known else known - (known - size) // 4
         if len(self._sizes) > self._limit:
             del self._sizes[next(iter(self._sizes))]
+
+
+def role_of(rule: int, path: tuple[bytes, ...] | None) -> tuple[int, bytes]:
+    """Files that are alike in size: same rule, same suffix of the name."""
+    name = path[-1] if path else b""
+    return rule, name.rpartition(b".")[2] if b"." in name else b""

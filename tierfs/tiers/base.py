@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -189,9 +190,29 @@ class ReplicaStore:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         return os.open(key, flags, 0o600, dir_fd=self._directory(key, create=True))
 
-    def open(self, key: str) -> int:
-        """The replica, open for reading and writing. Raises OSError: ENOENT when there is none."""
-        return os.open(key, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._directory(key))
+    def open(self, key: str, *, write: bool = True) -> int:
+        """The replica, open for reading and, by default, writing. Raises OSError: ENOENT when there is none."""
+        return os.open(
+            key, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._directory(key)
+        )
+
+    def is_written(self, key: str) -> bool:
+        """Whether anybody has the replica open or mapped for writing. False, too, where the filesystem has no leases,
+        which is no filesystem that passthrough can use. Raises OSError: ENOENT when there is none."""
+        fd = self.open(key, write=False)
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES):
+                return False
+            raise
+        else:
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            return False
+        finally:
+            os.close(fd)
 
     def size(self, key: str) -> int:
         """Bytes of the replica. Raises OSError: ENOENT when there is none."""

@@ -135,9 +135,7 @@ class TreeStore(ArchiveRoot):
             self._put(
                 path,
                 parent,
-                lambda temp, tmp: os.link(
-                    old_name, temp, src_dir_fd=old_parent, dst_dir_fd=tmp, follow_symlinks=False
-                ),
+                lambda temp, tmp: os.link(old_name, temp, src_dir_fd=old_parent, dst_dir_fd=tmp, follow_symlinks=False),
             )
 
     def _put(self, path: Path, parent: int, make: Callable[[bytes, int], None]) -> None:
