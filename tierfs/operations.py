@@ -125,7 +125,7 @@ class Operations:
                 "queued_bytes": size,
                 "unsynced_bytes": self._host.catalog.unsynced_bytes(self._local()) + sum(opened.values()),
                 "oldest_age_s": max(0.0, (time.time_ns() - oldest) / 1e9) if oldest else 0.0,
-                "rate_bytes_s": self._migrator.rate,
+                "rate_bytes_s": self._migrator.pace.rate,
             },
             "held_deletes": {"files": 0, "bytes": 0},
         }

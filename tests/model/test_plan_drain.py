@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfs.plan.drain import SETTLE_NS, SMALL, SMALL_AT_ONCE, Pending, plan_drain
+from tierfs.plan.drain import PATIENCE_NS, SETTLE_NS, SMALL, SMALL_AT_ONCE, Pending, plan_drain
 
 NOW = 1_000_000 * SETTLE_NS
 SIZES = st.sampled_from([0, 1, SMALL - 1, SMALL, SMALL + 1, 1 << 33])
@@ -90,3 +90,17 @@ def test_a_queue_empties_whatever_finishes_first(queue: list[Pending], slots: in
             assert plan.wake_ns > now
             now = plan.wake_ns
     assert sorted(done, key=lambda p: p.ino) == queue
+
+
+@given(queues(), st.integers(0, 2 * PATIENCE_NS))
+def test_small_files_wait_for_busy_programs_but_not_for_ever(queue: list[Pending], later: int) -> None:
+    now = NOW + later
+    plan = plan_drain(queue, (), 99, 0, now, hurry=False, busy=True)
+    overdue = {key(p) for p in queue if p.size < SMALL and p.closed_ns + SETTLE_NS + PATIENCE_NS <= now}
+    small = {key(p) for p in plan.start if p.size < SMALL}
+    assert small <= overdue
+    assert bool(small) == bool(overdue)
+    assert {key(p) for p in plan.start if p.size >= SMALL} == {key(p) for p in queue if p.size >= SMALL}
+    if any(p.size < SMALL and key(p) not in overdue for p in queue):
+        assert plan.wake_ns is not None
+        assert plan.wake_ns > now

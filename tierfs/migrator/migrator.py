@@ -29,6 +29,7 @@ from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive, Ready
 from tierfs.migrator.evict import Evictor
 from tierfs.migrator.mapped import MappedFiles
+from tierfs.migrator.pace import Pace
 from tierfs.migrator.recall import Recaller
 from tierfs.migrator.throttle import Throttle
 from tierfs.migrator.transfer import Copied, Early, Transfer, copy_to_store, remove_files
@@ -83,7 +84,6 @@ class Migrator:
     says so."""
     ready: dict[tuple[int, int], Ready] = field(default_factory=dict)
     doomed: list[tuple[str, str]] = field(default_factory=list)
-    rate: float = 0.0
     _kick: trio.Event = field(default_factory=trio.Event)
     _progress: trio.Event = field(default_factory=trio.Event)
     _quiet: list[int] = field(default_factory=list)
@@ -98,6 +98,7 @@ class Migrator:
         self.archive = Archive(self.catalog, self.tree, self.archive_name)
         self.mapped = MappedFiles(self)
         self.throttle = Throttle(self.policy.limits.drain)
+        self.pace = Pace(self.throttle)
         self.recaller = Recaller(self)
         self.evictor = Evictor(self)
 
@@ -105,6 +106,7 @@ class Migrator:
 
     def changed(self) -> None:
         """Something was closed, renamed or removed."""
+        self.pace.changes += 1
         self._kick.set()
 
     def discard(self, tier: str, key: str) -> None:
@@ -137,7 +139,7 @@ class Migrator:
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.recaller.run)
-            nursery.start_soon(self._measure)
+            nursery.start_soon(self.pace.run)
             nursery.start_soon(self._sync_now_and_then)
             nursery.start_soon(self._watch_writers, nursery)
             while True:
@@ -147,14 +149,6 @@ class Migrator:
                 with trio.move_on_after(wake):
                     await self._kick.wait()
                 self._kick = trio.Event()
-
-    async def _measure(self) -> None:
-        last, at = self.throttle.total, trio.current_time()
-        while True:
-            await trio.sleep(1)
-            now = trio.current_time()
-            self.rate = (self.throttle.total - last) / (now - at)
-            last, at = self.throttle.total, now
 
     async def _sync_now_and_then(self) -> None:
         failing = False
@@ -232,7 +226,7 @@ class Migrator:
         now = time.time_ns()
         small = sum(transfer.size < SMALL for transfer in self.running.values())
         queue = [p for p in self._queue() if p.ino not in self._quiet and (self.hurry or not self.mapped.waits(p.ino))]
-        plan = plan_drain(queue, self.running.keys(), slots, small, now, hurry=self.hurry > 0)
+        plan = plan_drain(queue, self.running.keys(), slots, small, now, hurry=self.hurry > 0, busy=self.pace.busy())
         for pending in plan.start:
             transfer = Transfer(pending.ino, pending.version, pending.tier, pending.size)
             self.running[pending.ino, pending.version, pending.tier] = transfer

@@ -32,6 +32,10 @@ class DrainPlan:
 SMALL_AT_ONCE = 1
 """Small files copied at the same time while nobody waits: each costs Python time that requests need."""
 
+PATIENCE_NS, BREATH_NS = 15_000_000_000, 500_000_000
+"""How long small files that are due still wait while programs make and remove files at a high rate, which may well
+remove these, too; and when to look again."""
+
 
 def plan_drain(
     queue: Sequence[Pending],
@@ -41,9 +45,10 @@ def plan_drain(
     now_ns: int,
     *,
     hurry: bool,
+    busy: bool = False,
 ) -> DrainPlan:
-    """Fill ``slots`` in the queue's order (order of close). ``hurry`` (a flush waits) ignores settling and the
-    limit on small files."""
+    """Fill ``slots`` in the queue's order (order of close). ``busy``: requests need the time that small files would
+    take. ``hurry`` (a flush waits) ignores that, settling and the limit on small files."""
     start: list[Pending] = []
     wake: int | None = None
     for pending in queue:
@@ -56,6 +61,10 @@ def plan_drain(
         if len(start) >= slots:
             break
         if pending.size < SMALL and not hurry:
+            if busy and now_ns < due + PATIENCE_NS:
+                look = now_ns + BREATH_NS
+                wake = look if wake is None else min(wake, look)
+                continue
             if small_running >= SMALL_AT_ONCE:
                 continue
             small_running += 1
