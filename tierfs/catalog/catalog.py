@@ -69,8 +69,8 @@ class Catalog(Database):
 
     def inconsistencies(self) -> list[tuple[str, int]]:
         """(what, inode) for rows that contradict each other."""
-        actual = "SELECT tier, state, COUNT(*), SUM(size) FROM replicas GROUP BY tier, state"
-        kept = "SELECT tier, state, files, bytes FROM sums WHERE files <> 0"
+        actual = "SELECT tier, state, SUM(size) FROM replicas GROUP BY tier, state HAVING SUM(size) <> 0"
+        kept = "SELECT tier, state, bytes FROM sums WHERE bytes <> 0"
         checks = (
             ("a name without an inode", "SELECT ino FROM dentries WHERE ino NOT IN (SELECT ino FROM inodes)"),
             (
@@ -300,13 +300,13 @@ class Catalog(Database):
         for row in self._run(f"SELECT {_REPLICA} FROM replicas"):
             yield _replica(row)
 
-    def replicas_on(self, tier: str, state: ReplicaState | None = None) -> list[Replica]:
-        """The replicas of one tier, in one state or any."""
-        states = list(ReplicaState) if state is None else [state]
-        rows = self._run(
-            f"SELECT {_REPLICA} FROM replicas WHERE tier=? AND state IN ({','.join('?' * len(states))})",
-            (tier, *map(int, states)),
-        )
+    def replicas_on(self, tier: str) -> list[Replica]:
+        """The replicas of one tier."""
+        return [_replica(row) for row in self._run(f"SELECT {_REPLICA} FROM replicas WHERE tier=?", (tier,))]
+
+    def open_replicas(self) -> list[Replica]:
+        """Reads all rows, which for a million takes a third of a second: an index would cost every create and close."""
+        rows = self._run(f"SELECT {_REPLICA} FROM replicas WHERE state=?", (int(ReplicaState.OPEN),))
         return [_replica(row) for row in rows]
 
     def evictable(self, tier: str, below: list[str], limit: int) -> list[Replica]:

@@ -1,8 +1,8 @@
-"""Catalog format 4. The comment at each column is the authority on its meaning and sentinels."""
+"""Catalog format 5. The comment at each column is the authority on its meaning and sentinels."""
 
 from __future__ import annotations
 
-FORMAT = 4
+FORMAT = 5
 
 SCHEMA = """
 CREATE TABLE meta (
@@ -57,26 +57,26 @@ CREATE TABLE replicas (
     digest   BLOB,                      -- NULL until computed
     PRIMARY KEY (ino, version, tier)
 ) WITHOUT ROWID;
-CREATE INDEX replicas_by_tier ON replicas(tier, state);
+CREATE INDEX replicas_by_tier ON replicas(tier);
 
 CREATE TABLE sums (
     tier  TEXT NOT NULL,
     state INTEGER NOT NULL,             -- types.ReplicaState
-    files INTEGER NOT NULL,
-    bytes INTEGER NOT NULL,             -- of the tier's replicas in this state; kept by the triggers below
+    bytes INTEGER NOT NULL,             -- of the tier's replicas in this state; kept by the triggers below, which
+                                        -- spare empty files
     PRIMARY KEY (tier, state)
 ) WITHOUT ROWID;
-CREATE TRIGGER replica_added AFTER INSERT ON replicas BEGIN
-    INSERT INTO sums VALUES (new.tier, new.state, 1, new.size)
-        ON CONFLICT DO UPDATE SET files = files + 1, bytes = bytes + new.size;
+CREATE TRIGGER replica_added AFTER INSERT ON replicas WHEN new.size > 0 BEGIN
+    INSERT INTO sums VALUES (new.tier, new.state, new.size) ON CONFLICT DO UPDATE SET bytes = bytes + new.size;
 END;
-CREATE TRIGGER replica_removed AFTER DELETE ON replicas BEGIN
-    UPDATE sums SET files = files - 1, bytes = bytes - old.size WHERE tier = old.tier AND state = old.state;
+CREATE TRIGGER replica_removed AFTER DELETE ON replicas WHEN old.size > 0 BEGIN
+    UPDATE sums SET bytes = bytes - old.size WHERE tier = old.tier AND state = old.state;
 END;
-CREATE TRIGGER replica_changed AFTER UPDATE OF state, size ON replicas BEGIN
-    UPDATE sums SET files = files - 1, bytes = bytes - old.size WHERE tier = old.tier AND state = old.state;
-    INSERT INTO sums VALUES (new.tier, new.state, 1, new.size)
-        ON CONFLICT DO UPDATE SET files = files + 1, bytes = bytes + new.size;
+CREATE TRIGGER replica_left AFTER UPDATE OF state, size ON replicas WHEN old.size > 0 BEGIN
+    UPDATE sums SET bytes = bytes - old.size WHERE tier = old.tier AND state = old.state;
+END;
+CREATE TRIGGER replica_came AFTER UPDATE OF state, size ON replicas WHEN new.size > 0 BEGIN
+    INSERT INTO sums VALUES (new.tier, new.state, new.size) ON CONFLICT DO UPDATE SET bytes = bytes + new.size;
 END;
 
 CREATE TABLE chunks (

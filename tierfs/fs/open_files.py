@@ -542,7 +542,7 @@ class OpenFiles:
 
     def settle(self) -> None:
         """After `adopt`: close every version that was open for writing and no longer is."""
-        for replica in [r for tier in self.stores for r in self.catalog.replicas_on(tier, ReplicaState.OPEN)]:
+        for replica in self.catalog.open_replicas():
             inode = self.inodes.get(replica.ino)
             if inode is not None and inode.writers:
                 continue
