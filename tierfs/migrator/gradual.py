@@ -197,6 +197,8 @@ class Recall:
         self._notify()
 
     def _complain(self, what: str) -> None:
+        if self._stopped:
+            return  # given up: threads that come to nothing because of that are no fault
         self._complaints += 1
         if self._complaints <= COMPLAINTS:
             self.host.complain(self.replica, self.source.tier if self.source else self.replica.tier, what)
