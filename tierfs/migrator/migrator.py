@@ -6,9 +6,9 @@ path of a write or close.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive, Ready
 from tierfs.migrator.evict import Evictor
 from tierfs.migrator.mapped import MappedFiles
+from tierfs.migrator.outage import Outages
 from tierfs.migrator.pace import Pace
 from tierfs.migrator.recall import Recaller
 from tierfs.migrator.throttle import Throttle
@@ -43,9 +44,10 @@ log = logging.getLogger("tierfs.migrator")
 
 BATCH = 512
 QUEUE_WINDOW = 128
-RETRY_FIRST, RETRY_LAST = 0.2, 60.0
 BREATH = 0.02
 """Seconds between two looks at the queues, so that a burst of closes is planned once, not once each."""
+FLUSH_LOOK, FLUSH_BREATH = 128, 0.05
+"""Files, from the front of the queue, that a flush looks at to see how far the drains are, and seconds between."""
 SYNC_SECONDS = 2.0
 EARLY = 64 << 20
 """A file is copied while it is still being written once it has this many bytes: smaller ones are closed soon."""
@@ -58,15 +60,6 @@ REPLAY_SECONDS = 0.2
 
 
 @dataclass
-class Outage:
-    """A tier that failed: when to try again, and what it said. Times on trio's clock."""
-
-    error: str
-    retry_at: float
-    delay: float
-
-
-@dataclass
 class Migrator:
     catalog: Catalog
     policy: Policy
@@ -76,8 +69,6 @@ class Migrator:
     paused: bool = False
     hurry: int = 0
     """How many flushes wait; while any does, small files do not settle first."""
-    outages: dict[str, Outage] = field(default_factory=dict)
-    last_errors: dict[str, str] = field(default_factory=dict)
     running: dict[tuple[int, int, str], Transfer] = field(default_factory=dict)
     early: dict[tuple[int, int, str], Early] = field(default_factory=dict)
     """Copies of versions that are, or a moment ago were, open for writing; no thread is in them unless ``running``
@@ -96,6 +87,8 @@ class Migrator:
     def __post_init__(self) -> None:
         self.archive_name = self.policy.tiers[-1].name
         self.archive = Archive(self.catalog, self.tree, self.archive_name)
+        self.outages = Outages()
+        self.last_errors = self.outages.last_errors
         self.mapped = MappedFiles(self)
         self.throttle = Throttle(self.policy.limits.drain)
         self.pace = Pace(self.throttle)
@@ -145,7 +138,8 @@ class Migrator:
             while True:
                 began = time.perf_counter()
                 wake = await self._cycle(nursery)
-                await trio.sleep(max(BREATH, 8 * (time.perf_counter() - began)))
+                if not self.hurry:
+                    await trio.sleep(max(BREATH, 8 * (time.perf_counter() - began)))
                 with trio.move_on_after(wake):
                     await self._kick.wait()
                 self._kick = trio.Event()
@@ -178,44 +172,27 @@ class Migrator:
         self.mapped.renew()
         if not self.paused:
             wake = min(wake, self._start_drains(nursery))
-            if not self._replaying and not self._waits(self.archive_name):
+            if not self._replaying and not self.outages.wait(self.archive_name):
                 self._replaying = True
                 nursery.start_soon(self._replay)
         self._drop_early(nursery)
         for tier, error in self.evictor.run():
-            self._failed(tier, TierError.of(tier, "statfs", error))
+            self.outages.failed(tier, TierError.of(tier, "statfs", error))
         now = trio.current_time()
         for outage in self.outages.values():
             wake = min(wake, max(0.05, outage.retry_at - now))
         return wake
 
-    def _waits(self, tier: str) -> bool:
-        outage = self.outages.get(tier)
-        return outage is not None and trio.current_time() < outage.retry_at
-
-    def _failed(self, tier: str, error: TierError) -> None:
-        """Back off with jitter; logged when an outage begins, not at each try."""
-        known = self.outages.get(tier)
-        delay = min(RETRY_LAST, known.delay * 2) if known else RETRY_FIRST
-        if known is None:
-            log.warning("%s; trying again until it works", error)
-        self.outages[tier] = Outage(str(error), trio.current_time() + delay * random.uniform(0.8, 1.2), delay)
-        self.last_errors[tier] = str(error)
-
-    def _recovered(self, tier: str) -> None:
-        if self.outages.pop(tier, None) is not None:
-            log.info("tier %s works again", tier)
-
     # draining
 
     def _queue(self) -> list[Pending]:
         queue: list[Pending] = []
-        if not self._waits(self.archive_name):
+        if not self.outages.wait(self.archive_name):
             for ino, version, size, closed in self.catalog.wanted_contents(QUEUE_WINDOW):
                 if (ino, version) not in self.ready and not self.archive.storing(ino, version):
                     queue.append(Pending(ino, version, self.archive_name, size, closed))
         for ino, version, tier, size, closed in self.catalog.wanted_drains(QUEUE_WINDOW):
-            if not self._waits(tier):
+            if not self.outages.wait(tier):
                 queue.append(Pending(ino, version, tier, size, closed))
         return queue
 
@@ -242,9 +219,10 @@ class Migrator:
             log.info("%s; copying again", error)
         except TierError as error:
             if self._source(transfer.ino, transfer.version) is not None:
-                self._failed(transfer.tier, error)
+                self.outages.failed(transfer.tier, error)
         except (CatalogError, OSError) as error:
-            self._failed(transfer.tier, TierError(f"a copy on tier {transfer.tier} could not be recorded: {error}"))
+            unrecorded = TierError(f"a copy on tier {transfer.tier} could not be recorded: {error}")
+            self.outages.failed(transfer.tier, unrecorded)
         finally:
             del self.running[transfer.ino, transfer.version, transfer.tier]
             self._advanced()
@@ -290,7 +268,7 @@ class Migrator:
             return done
 
         copied = await trio.to_thread.run_sync(copy)
-        self._recovered(transfer.tier)
+        self.outages.recovered(transfer.tier)
         attributes = self.catalog.attributes(transfer.ino)
         if attributes is None or attributes.version != transfer.version:
             await trio.to_thread.run_sync(copied.temp.discard)
@@ -331,7 +309,7 @@ class Migrator:
                 key = (source.ino, source.version, tier)
                 early = self.early.get(key)
                 due = size - (early.copy.front if early else 0) >= EARLY_STEP
-                if not due or tier == source.tier or key in self.running or self._waits(tier):
+                if not due or tier == source.tier or key in self.running or self.outages.wait(tier):
                     continue
                 if len(self.running) >= self.policy.limits.transfers:
                     return
@@ -351,13 +329,13 @@ class Migrator:
             store, tier, advance = self.stores[source.tier], transfer.tier, early.advance
             if not await trio.to_thread.run_sync(advance, source, store, tier, transfer, self.throttle):
                 await self._discard_early(key)
-            self._recovered(tier)
+            self.outages.recovered(tier)
         except SourceChanged:
             pass
         except TierError as error:
             await self._discard_early(key)
             if self._is_current(*key):
-                self._failed(transfer.tier, error)
+                self.outages.failed(transfer.tier, error)
         finally:
             del self.running[key]
             self._advanced()
@@ -434,7 +412,7 @@ class Migrator:
                 self.catalog.commit()
                 await trio.to_thread.run_sync(self.archive.sweep)
                 self._swept = True
-            while not self.paused and not self._waits(self.archive_name):
+            while not self.paused and not self.outages.wait(self.archive_name):
                 batch = self.archive.next_batch(BATCH, self.ready)
                 if batch is None:
                     break
@@ -447,17 +425,19 @@ class Migrator:
                 self.archive.commit(batch)
                 for replica in batch.stored.values():
                     self.ready.pop((replica.ino, replica.version), None)
-                self._recovered(self.archive_name)
+                self.outages.recovered(self.archive_name)
                 self._advanced()
                 await self._discard_ready([key for key in self.ready if not self._awaited(*key)])
                 if not self.hurry and not batch.split:
                     await trio.sleep(REPLAY_SECONDS)
         except TierError as error:
-            self._failed(self.archive_name, error)
+            self.outages.failed(self.archive_name, error)
         except OSError as error:
-            self._failed(self.archive_name, TierError.of(self.archive_name, "publish", error))
+            self.outages.failed(self.archive_name, TierError.of(self.archive_name, "publish", error))
         except CatalogError as error:
-            self._failed(self.archive_name, TierError(f"tier {self.archive_name} waits for the catalog: {error}"))
+            self.outages.failed(
+                self.archive_name, TierError(f"tier {self.archive_name} waits for the catalog: {error}")
+            )
         finally:
             self._replaying = False
 
@@ -561,19 +541,26 @@ class Migrator:
         self._kick.set()
         try:
             with trio.move_on_after(seconds) as scope:
+                left = total
                 while True:
-                    missing = {i: a for i, a in missing.items() if not self._flushed(a, wanted[i])}
+                    for ino, attributes in list(itertools.islice(missing.items(), FLUSH_LOOK)):
+                        if self._flushed(attributes, wanted[ino]):
+                            del missing[ino]
+                            left -= attributes.size
                     behind = (
                         tier == self.archive_name and (first := self.catalog.operations(1)) and first[0].seq <= last
                     )
                     if progress:
-                        progress(total - sum(a.size for a in missing.values()), total)
+                        progress(total - left, total)
                     if not missing and not behind:
                         await self.sync()
                         break
-                    with trio.move_on_after(1):
-                        await self._progress.wait()
+                    await trio.sleep(FLUSH_BREATH)
+                    if len(missing) <= FLUSH_LOOK:
+                        with trio.move_on_after(1):
+                            await self._progress.wait()
             if scope.cancelled_caught:
+                missing = {i: a for i, a in missing.items() if not self._flushed(a, wanted[i])}
                 paths = [b"/".join(self.catalog.path_of(i) or ()).decode(errors="replace") for i in list(missing)[:100]]
                 why = "; ".join(f"{name}: {text.error}" for name, text in self.outages.items())
                 raise NotDurableInTime(
