@@ -81,6 +81,7 @@ class Daemon:
         self.catalog = Catalog(self.policy.state / CATALOG)
         migrator = Migrator(self.catalog, self.policy, self.tiers.stores, self.tiers.tree)
         if self.session is None or self.session.restarts == 0:
+            self.tiers.check_catalog(self.catalog.uuid, claim=True)
             try:
                 migrator.archive.finish()
             except (TierError, OSError) as error:

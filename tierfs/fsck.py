@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tierfs.catalog import Catalog, PublishedName
+from tierfs.catalog.database import journals
 from tierfs.policy.model import Policy
 from tierfs.state import CATALOG, state_lock
 from tierfs.tiers.assembly import Tiers
@@ -27,7 +28,7 @@ REPORT_EVERY = 256
 def check_all(policy: Policy, progress: Progress) -> list[Problem]:
     """Every disagreement, as {severity, what, path}. MountError while the policy is mounted."""
     path = policy.state / CATALOG
-    if not path.exists():
+    if not path.exists() and not any(journal.exists() for journal in journals(path)):
         return []
     with state_lock(policy.state):
         memory = policy.state / "memory"
@@ -36,6 +37,7 @@ def check_all(policy: Policy, progress: Progress) -> list[Problem]:
         try:
             catalog = Catalog(path)
             try:
+                tiers.check_catalog(catalog.uuid, claim=False)
                 return check_tiers(catalog, tiers.stores, tiers.tree.root, progress)
             finally:
                 catalog.close()

@@ -13,6 +13,7 @@ _SIZE_UNITS = {"": 1, "B": 1}
 _SIZE_UNITS |= {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate(_PREFIXES)}
 _SIZE_UNITS |= {f"{prefix}IB": 1024 ** (i + 1) for i, prefix in enumerate(_PREFIXES)}
 _SECONDS = {"ms": Decimal("0.001"), "s": Decimal(1), "m": Decimal(60), "h": Decimal(3600), "d": Decimal(86400)}
+_LONGEST = Decimal(100 * 365 * 86400)
 _NUMBER = re.compile(r"(-?)([0-9]{1,20}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)")
 _PERCENT = re.compile(r"(-?)([0-9]{1,20}(?:\.[0-9]{1,9})?) ?%")
 
@@ -74,7 +75,10 @@ def parse_duration(text: str) -> float:
         raise ValueError(f"{_quote(text)} has an unknown unit {unit!r}; use ms, s, m, h or d")
     if sign:
         raise ValueError(f"{_quote(text)} is negative; write a duration of zero or more")
-    return float(Decimal(number) * _SECONDS[unit.lower()])
+    seconds = Decimal(number) * _SECONDS[unit.lower()]
+    if seconds > _LONGEST:
+        raise ValueError(f"{_quote(text)} is longer than a hundred years; write a shorter duration")
+    return float(seconds)
 
 
 def parse_rate(text: str) -> int:

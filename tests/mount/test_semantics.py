@@ -268,7 +268,11 @@ def test_after_losing_the_memory_tier_files_fall_back_and_are_listed(mounter: Mo
             (mnt.path / "run" / "new.pt").read_bytes()
         assert "rolled back: run/old.pt" in mnt.log
         assert "lost: run/new.pt" in mnt.log
+        flushed = mnt.cli("flush", mnt.path, check=False)  # waits for nothing that cannot come
+        assert flushed.code == 1
+        assert "run/new.pt" in flushed.err
         (mnt.path / "run" / "new.pt").unlink()
+        mnt.flush()
 
 
 # the last good copy

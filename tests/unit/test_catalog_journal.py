@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,61 @@ def test_a_clean_close_needs_no_journal(tmp_path: Path) -> None:
     assert names(catalog) == [b"file"]
     assert make(catalog, b"next") == last + 1, "no inode number is skipped either"
     catalog.close()
+
+
+def current_journal(catalog: Path) -> Path:
+    return max(catalog.parent.glob("catalog-log.*"), key=lambda file: file.read_bytes()[8:16][::-1])
+
+
+def execute(catalog: Path, sql: str) -> None:
+    with contextlib.closing(sqlite3.connect(catalog)) as database:
+        database.execute(sql)
+        database.commit()
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "removed": lambda path: path.unlink(),
+    "emptied": lambda path: os.truncate(path, 0),
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "wal removed": lambda path: path.with_name("catalog-wal").unlink(),
+    "wal overwritten": lambda path: path.with_name("catalog-wal").write_bytes(b"\xff" * 5000),
+    "wal cut": lambda path: os.truncate(path.with_name("catalog-wal"), 5000),
+    "journal removed": lambda path: current_journal(path).unlink(),
+    "journal emptied": lambda path: os.truncate(current_journal(path), 0),
+    "no number": lambda path: execute(path, "UPDATE meta SET value='zz' WHERE key='generation'"),
+    "no next inode": lambda path: execute(path, "UPDATE meta SET value='zz' WHERE key='next_ino'"),
+    "no root": lambda path: execute(path, "DELETE FROM inodes WHERE ino=1"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_lost_or_damaged_catalog_is_refused_each_time(catalog: Catalog, tmp_path: Path, damage: str) -> None:
+    """Never an older or empty one in its place: all files that it does not know would be removed as orphans."""
+    for number in range(3 * GROUP + 7):
+        make(catalog, b"%d" % number)
+    (tmp_path / "next").mkdir()
+    for file in tmp_path.glob("catalog*"):
+        if not file.name.endswith("-shm"):
+            shutil.copy(file, tmp_path / "next")
+    DAMAGE[damage](tmp_path / "next" / "catalog")
+    for _ in range(2):
+        with pytest.raises(CatalogError, match="catalog"):
+            Catalog(tmp_path / "next" / "catalog")
+
+
+def test_after_a_power_cut_the_catalog_may_be_older_than_its_journal(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3 * GROUP + 7):
+        make(catalog, b"%d" % number)
+    (tmp_path / "next").mkdir()
+    for file in tmp_path.glob("catalog*"):
+        if file.name != "catalog-wal":
+            shutil.copy(file, tmp_path / "next")
+    monkeypatch.setattr("tierfs.catalog.database.boot_id", lambda: "the next boot")
+    following = Catalog(tmp_path / "next" / "catalog")
+    assert names(following) == []
+    following.close()
 
 
 def test_a_failed_transaction_takes_nothing_else_along(catalog: Catalog) -> None:

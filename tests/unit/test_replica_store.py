@@ -15,6 +15,7 @@ from tierfs.errors import TierError
 from tierfs.policy.model import TierConfig
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.memory import MemoryMount, mounted_at, open_store
+from tierfs.tiers.tree import TreeStore
 
 MIB = 1 << 20
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -211,3 +212,18 @@ def test_a_given_path_is_not_mounted(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(TierError, match="needs a size"):
         open_store(config(size=None), tmp_path / "unused")
+
+
+@pytest.mark.parametrize("kind", ["store", "archive"])
+def test_a_tier_with_the_files_of_another_catalog_is_refused(tmp_path: Path, kind: str) -> None:
+    """They would be orphans to this one, which removes orphans."""
+    made = ReplicaStore("t", tmp_path, persistent=True) if kind == "store" else TreeStore("t", tmp_path)
+    made.prepare()
+    made.check_catalog("first", claim=False)
+    made.check_catalog("first", claim=True)
+    made.check_catalog("first", claim=True)
+    for claim in (False, True):
+        with pytest.raises(TierError, match="belong to another state directory") as caught:
+            made.check_catalog("second", claim=claim)
+        assert not caught.value.temporary
+    made.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tierfs.catalog.journal import SIZE, Journal, Record, Statement
+from tierfs.catalog.journal import SIZE, Journal, Record, Statement, paths
 from tierfs.catalog.schema import FORMAT, SCHEMA
 from tierfs.errors import CatalogError
 
@@ -29,6 +29,18 @@ COMMIT_BYTES = SIZE * 3 // 4
 CHECKPOINT_BYTES = 64 << 20
 INO_BLOCK, SEQ_BLOCK = 4096, 1 << 16
 """Ids reserved at a time: a crash skips the rest of a block, so that none is ever given twice."""
+
+
+def boot_id() -> str:
+    """What the kernel calls its present run; empty where it has no name for it."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def journals(catalog: Path) -> tuple[Path, Path]:
+    """The files of the journal beside a catalog."""
+    return paths(catalog.with_name(catalog.name + "-log"))
 
 
 class Transaction:
@@ -70,6 +82,7 @@ class Database:
         self._uncommitted = 0
         self._commit_at = GROUP
         try:
+            self._refuse_lost()
             self._db = sqlite3.connect(path, isolation_level=None, cached_statements=512, check_same_thread=False)
             self._run = self._db.execute
             for pragma in (
@@ -83,14 +96,25 @@ class Database:
                 self._run(f"PRAGMA {pragma}")
             if not self._run("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
                 self._create()
+                self._fold()  # from here on an empty file is no new catalog but one that was lost
             found = self._meta("format")
             if found != FORMAT:
                 raise CatalogError(f"catalog {path} has format {found}, this tierfs reads format {FORMAT}")
             self._journal = Journal(path.with_name(path.name + "-log"))
             self._recover()
             self._mark_unclean()
-        except (sqlite3.DatabaseError, OSError) as error:
+        except (sqlite3.Error, OSError) as error:
             raise CatalogError(f"catalog {path}: {error}") from error
+
+    def _refuse_lost(self) -> None:
+        """A journal is made after the first catalog is on stable storage: without one it belongs to a catalog that is
+        gone, and an empty one in its place would have all files removed as orphans."""
+        left = [journal for journal in journals(self.path) if journal.exists()]
+        if left and not (self.path.exists() and self.path.stat().st_size):
+            raise CatalogError(
+                f"catalog {self.path} is missing or empty, but its journal {left[0]} is there: put the catalog "
+                "back, or remove the journal to begin anew"
+            )
 
     def _create(self) -> None:
         now = time.time_ns()
@@ -104,16 +128,44 @@ class Database:
         row = self._run("SELECT value FROM meta WHERE key=?", (key,)).fetchone()
         return row[0] if row else None
 
+    def _number(self, key: str) -> int:
+        value = self._meta(key)
+        if not isinstance(value, int):
+            raise CatalogError(f"catalog {self.path} is damaged: {key} is {value!r}")
+        return value
+
+    def _refuse_older(self, generation: int) -> None:
+        """SQLite drops the end of a damaged WAL, and all of a lost one, without a word. Only a power cut may do so to
+        us; within one boot the journal then follows a later commit than the catalog's last."""
+        if self._meta("boot") != boot_id():
+            return
+        begun = self._journal.begun()
+        if (newest := max(begun)) > generation:
+            raise CatalogError(
+                f"catalog {self.path} ends at commit {generation}, but its journal follows commit {newest}: "
+                f"{self.path.name}-wal is damaged or was removed; put the catalog's files back as they were"
+            )
+        # The generation before the last in its place: the process died between a commit and the beginning of the next.
+        if not self._meta("clean") and generation > 1 and begun[generation & 1] not in (generation, generation - 2):
+            raise CatalogError(
+                f"catalog {self.path} was not closed, and {journals(self.path)[generation & 1]}, which has what came "
+                "last, is damaged or was removed; put it back as it was"
+            )
+
     def _recover(self) -> None:
         """Execute again what was committed to the journal and not yet to SQLite."""
-        generation = self._meta("generation")
+        generation = self._number("generation")
+        self._refuse_older(generation)
+        self.uuid = str(self._meta("uuid"))
         self._answered: dict[int, int] = {}
         for record in self._journal.records(generation - 1):
             self._note_answer(record)
         self._journal.resume(generation)
         self._replay()
-        self._next_ino = self._last_ino = int(self._meta("next_ino"))
-        self._next_seq = self._last_seq = int(self._meta("next_seq"))
+        if not self._run("SELECT 1 FROM inodes WHERE ino=1").fetchone():
+            raise CatalogError(f"catalog {self.path} is damaged: it has no root directory")
+        self._next_ino = self._last_ino = self._number("next_ino")
+        self._next_seq = self._last_seq = self._number("next_seq")
 
     def _replay(self) -> None:
         for record in self._journal.records(self._journal.generation):
@@ -126,9 +178,13 @@ class Database:
     def _mark_unclean(self) -> None:
         self.was_clean = bool(self._meta("clean"))
         """Whether whoever had the catalog before closed it."""
-        if self.was_clean:
+        boot = boot_id()
+        if self.was_clean or self._meta("boot") != boot:
             with self.transaction():
                 self._write("UPDATE meta SET value=0 WHERE key='clean'")
+                self._write("INSERT OR REPLACE INTO meta VALUES ('boot', ?)", (boot,))
+            self.commit()
+            self._fold()
 
     def _note_answer(self, record: Record) -> None:
         if record.request is not None:

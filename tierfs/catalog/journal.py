@@ -45,6 +45,11 @@ class Record:
     statements: list[Statement]
 
 
+def paths(path: Path) -> tuple[Path, Path]:
+    """The two files of the journal ``path``."""
+    return Path(f"{path}.0"), Path(f"{path}.1")
+
+
 class Journal:
     def __init__(self, path: Path) -> None:
         """Open or create ``path``.0 and ``path``.1. Raises OSError, ENOSPC among them."""
@@ -54,8 +59,8 @@ class Journal:
         self._numbers: dict[str, int] = {}
         """SQL text → its number in this generation"""
         try:
-            for number in (0, 1):
-                fd = os.open(f"{path}.{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            for file in paths(path):
+                fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 self._fds.append(fd)
                 os.posix_fallocate(fd, 0, SIZE)
         except BaseException:
@@ -68,6 +73,11 @@ class Journal:
         self.generation = generation
         self._offset = _HEADER.size
         self._numbers = {}
+
+    def begun(self) -> list[int]:
+        """The generation that each file holds; -1 when it holds none."""
+        headers = [os.pread(fd, _HEADER.size, 0) for fd in self._fds]
+        return [_HEADER.unpack(header)[1] if header.startswith(MAGIC) else -1 for header in headers]
 
     def resume(self, generation: int) -> None:
         """Append after the valid records of ``generation``, beginning it if its file holds another."""

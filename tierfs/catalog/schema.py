@@ -9,6 +9,7 @@ CREATE TABLE meta (
     key   TEXT PRIMARY KEY,             -- 'format', 'uuid', 'generation' (SQLite commits so far),
                                         -- 'next_ino', 'next_seq' (first ids never given to anything),
                                         -- 'clean' (1: closed by whoever had it open, 0: in use or crashed)
+                                        -- 'boot' (the kernel's boot id when it was last opened)
                                         -- 'drains' (rules and tiers that every file's queued copies follow)
     value NOT NULL
 ) WITHOUT ROWID;

@@ -21,7 +21,7 @@ import click
 
 from tierfs.cli import render
 from tierfs.cli.inspect import ANSWER_SECONDS, Mountpoint, mount_at
-from tierfs.cli.moving import Duration, flush_one
+from tierfs.cli.moving import Duration, flush_one, lost_files
 from tierfs.control.client import call
 from tierfs.control.protocol import MountRecord, list_mounts, mount_table, pid_alive
 from tierfs.errors import MountError, NotDurableInTime, TierfsError, UsageError
@@ -220,7 +220,8 @@ def umount(mountpoint: str, no_drain: bool, timeout: float | None) -> None:
             render.note(str(error))
     else:
         try:
-            flush_one(record, "", None, timeout)
+            if lost := flush_one(record, "", None, timeout).get("lost"):
+                render.note(lost_files(lost))
         except NotDurableInTime as error:
             raise NotDurableInTime(f"{record.mountpoint} stays mounted: {error}") from None
         call(record, "detach", {"drain": True}, timeout=ANSWER_SECONDS)

@@ -11,6 +11,7 @@ from tierfs.cli import render
 from tierfs.cli.inspect import ANSWER_SECONDS, Mountpoint, json_option, mount_at
 from tierfs.control.client import call, find_mount
 from tierfs.control.protocol import Json, MountRecord, list_mounts
+from tierfs.errors import TierfsError
 from tierfs.units import parse_duration
 
 
@@ -42,7 +43,11 @@ def flush(path: str | None, to: str | None, timeout: float | None, as_json: bool
     """
     if path is not None:
         answer = flush_one(*find_mount(path), to, timeout)
-        render.print_json(answer) if as_json else _say_flushed(path, answer)
+        if as_json:
+            render.print_json(answer)
+        refuse_lost(answer)
+        if not as_json:
+            _say_flushed(path, answer)
         return
     deadline = None if timeout is None else time.monotonic() + timeout
     answers = []
@@ -50,15 +55,18 @@ def flush(path: str | None, to: str | None, timeout: float | None, as_json: bool
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         answers.append(flush_one(record, "", to, left))
         if not as_json:
+            refuse_lost(answers[-1])
             _say_flushed(record.mountpoint, answers[-1])
     if as_json:
         render.print_json(answers)
+        for answer in answers:
+            refuse_lost(answer)
     elif not answers:
         render.say("no tierfs mounts")
 
 
 def flush_one(record: MountRecord, relative: str, to: str | None, timeout: float | None) -> Json:
-    """Flush with a progress bar. NotDurableInTime names what is missing."""
+    """Flush with a progress bar. NotDurableInTime names what is missing; what is lost is in the answer."""
     args: Json = {"path": relative}
     if to is not None:
         args["to"] = to
@@ -67,6 +75,17 @@ def flush_one(record: MountRecord, relative: str, to: str | None, timeout: float
     with render.progress("draining") as progress:
         limit = None if timeout is None else timeout + ANSWER_SECONDS
         return call(record, "flush", args, on_progress=progress, timeout=limit)
+
+
+def refuse_lost(answer: Json) -> None:
+    """TierfsError when files cannot become durable, because their bytes are on no tier."""
+    if lost := answer.get("lost"):
+        raise TierfsError(f"{lost_files(lost)}; write or delete them")
+
+
+def lost_files(lost: list[str]) -> str:
+    more = f" and {len(lost) - 10} more" if len(lost) > 10 else ""
+    return f"lost with the memory of a former boot: {', '.join(lost[:10])}{more}"
 
 
 def _say_flushed(path: str, answer: Json) -> None:

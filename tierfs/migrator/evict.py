@@ -15,6 +15,10 @@ WINDOW = 4096
 """Candidates looked at in one go."""
 
 
+SLACK = 0.05
+"""Part of a tier that its filesystem needs for itself, when room is made for one file."""
+
+
 class Host(Protocol):
     """What this module needs of the migrator."""
 
@@ -44,6 +48,14 @@ class Evictor:
                 for chosen in plan_evict(usage, config.high, config.low, self._clean(config.name)):
                     self.evict(chosen.ino, chosen.version, config.name)
         return failed
+
+    def make_room(self, tier: str, size: int) -> bool:
+        """Evict clean replicas, oldest first and whatever the watermarks say, until ``size`` bytes fit: whether any
+        went. Raises OSError when the tier does not answer."""
+        usage = self._host.files.space.usage(tier)
+        aim = max(0.0, (usage.capacity - size) / usage.capacity - SLACK) if usage.capacity else 0.0
+        chosen = plan_evict(usage, -1.0, min(aim, self._host.policy.tier(tier).low), self._clean(tier))
+        return any([self.evict(c.ino, c.version, tier) for c in chosen])
 
     def wanted(self) -> bool:
         """Whether a growing file has filled a tier to its high watermark, long before its close tells."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -518,8 +519,10 @@ class Migrator:
 
     async def flush(
         self, top: Ino, tier: str, seconds: float, progress: Callable[[int, int], object] | None = None
-    ) -> tuple[int, int]:
-        """Everything at or below ``top`` durable at ``tier``: (files, bytes). NotDurableInTime lists the rest.
+    ) -> tuple[int, int, list[str]]:
+        """Everything at or below ``top`` durable at ``tier``: (files, bytes, lost). NotDurableInTime lists the rest.
+
+        ``lost`` are the paths of files whose bytes a reboot took, which nothing makes durable any more: not waited for.
 
         Files whose rule ends above ``tier`` count once they are durable where it ends; those that stay in memory do
         not count. UsageError when ``top`` itself is such a file.
@@ -535,7 +538,8 @@ class Migrator:
                 self.files.take_snapshot(inode)
         found = {a.ino: a for a in self.catalog.subtree(top) if a.ino in wanted}
         total = sum(a.size for a in found.values())
-        missing = dict(found)
+        lost = {i for i, a in found.items() if self.is_lost(a)}
+        missing = {i: a for i, a in found.items() if i not in lost}
         last = self.catalog.last_operation() if tier == self.archive_name else 0
         self.hurry += 1
         self._kick.set()
@@ -561,7 +565,7 @@ class Migrator:
                             await self._progress.wait()
             if scope.cancelled_caught:
                 missing = {i: a for i, a in missing.items() if not self._flushed(a, wanted[i])}
-                paths = [b"/".join(self.catalog.path_of(i) or ()).decode(errors="replace") for i in list(missing)[:100]]
+                paths = [self._shown(i) for i in list(missing)[:100]]
                 why = "; ".join(f"{name}: {text.error}" for name, text in self.outages.items())
                 raise NotDurableInTime(
                     f"not durable on {tier} after {seconds:g} s: {', '.join(paths) or 'renames or deletes'}"
@@ -569,7 +573,17 @@ class Migrator:
                 )
         finally:
             self.hurry -= 1
-        return len(found), total
+        return len(found), total, [self._shown(ino) for ino in sorted(lost)]
+
+    def is_lost(self, attributes: Attributes) -> bool:
+        """Whether no tier has the current version of a closed file: see `recover_lost_memory`."""
+        ino, version = attributes.ino, attributes.version
+        if self.catalog.replicas(ino):
+            return False
+        return stat.S_ISREG(attributes.mode) and not self.archive.storing(ino, version)
+
+    def _shown(self, ino: Ino) -> str:
+        return b"/".join(self.catalog.path_of(ino) or ()).decode(errors="replace")
 
     def _flushed(self, wanted: Attributes, tier: str) -> bool:
         attributes = self.catalog.attributes(wanted.ino)

@@ -4,6 +4,7 @@ the file is open already (`Recaller.fill`, see `gradual`). Either way nobody see
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -19,6 +20,7 @@ from tierfs.errors import DigestMismatch, FsError, TierError
 from tierfs.fs.open_files import GRADUAL, OpenFiles
 from tierfs.migrator import gradual
 from tierfs.migrator.archive import Archive
+from tierfs.migrator.evict import Evictor
 from tierfs.migrator.gradual import Recall
 from tierfs.migrator.transfer import recall_file
 from tierfs.policy.model import Policy
@@ -46,6 +48,9 @@ class Host(Protocol):
     archive: Archive
     archive_name: str
     last_errors: dict[str, str]
+    evictor: Evictor
+
+    async def remove_discarded(self) -> None: ...
 
 
 class Recaller:
@@ -79,12 +84,26 @@ class Recaller:
             if any(r.tier == chosen for r in sources):
                 return next(r for r in sources if r.tier == chosen)
             try:
-                return await self._recall_from(source, attributes, chosen)
+                try:
+                    return await self._recall_from(source, attributes, chosen)
+                except TierError as error:
+                    if error.errno != errno.ENOSPC or not await self._make_room(candidates, source.size):
+                        raise
+                    return await self._recall_from(source, attributes, host.files.space.choose(candidates, source.size))
             except (TierError, DigestMismatch) as error:
                 log.error("%s", error)
                 host.last_errors[source.tier] = str(error)
                 last = error
         raise FsError(errno.EIO, str(last))
+
+    async def _make_room(self, tiers: list[str], size: int) -> bool:
+        """Evict on the first tier that has something to evict. A read must not fail while clean copies fill a tier."""
+        for tier in tiers:
+            with contextlib.suppress(OSError):
+                if self._host.evictor.make_room(tier, size):
+                    await self._host.remove_discarded()
+                    return True
+        return False
 
     def _sources(self, attributes: Attributes) -> list[Replica]:
         """Replicas of the current version, fastest first."""

@@ -35,6 +35,16 @@ class Tiers:
         tree.prepare()
         return cls(stores, tree, mounts)
 
+    def check_catalog(self, catalog: str, *, claim: bool) -> None:
+        """Refuse when a tier holds the files of another catalog than the one with this uuid. With ``claim`` tiers that
+        have no catalog yet become this one's. Raises TierError."""
+        tiers: list[ReplicaStore | TreeStore] = [*self.stores.values(), self.tree]
+        for tier in tiers:  # all of them before the first is changed
+            tier.check_catalog(catalog, claim=False)
+        if claim:
+            for tier in tiers:
+                tier.check_catalog(catalog, claim=True)
+
     def probes(self) -> dict[str, Callable[[int], Usage]]:
         probes: dict[str, Callable[[int], Usage]] = {name: store.usage for name, store in self.stores.items()}
         probes[self.tree.name] = self.tree.usage

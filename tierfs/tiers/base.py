@@ -20,6 +20,8 @@ from tierfs.errors import TierError
 from tierfs.types import Usage
 
 MARKER = b"tierfs-tier"
+OWNER = b"tierfs-owner"
+"""In a tier's directory: the uuid of the catalog that knows what is in it."""
 FORMAT = 1
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -84,6 +86,32 @@ def check_marker(tier: str, dir_fd: int, tmp_fd: int, where: Path, *, create: bo
     if name != tier:
         raise refusal(tier, f"{where} belongs to a tier called {name}; rename the tier or choose another directory")
     return str(identity)
+
+
+def check_owner(tier: str, dir_fd: int, where: Path, catalog: str, *, claim: bool) -> None:
+    """Refuse a directory whose files another catalog knows: to this one they are orphans, which it would remove.
+
+    One that nobody owns yet becomes ``catalog``'s with ``claim``. Raises OSError, and TierError (not temporary).
+    """
+    try:
+        fd = os.open(OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
+    except FileNotFoundError:
+        if claim:
+            temp = create_temporary(dir_fd, "owner")
+            try:
+                os.write(temp.fd, catalog.encode() + b"\n")
+                temp.commit(dir_fd, OWNER)
+            finally:
+                temp.discard()
+        return
+    with os.fdopen(fd, "rb") as file:
+        owner = file.read(4096).decode(errors="replace").strip()
+    if owner != catalog:
+        raise refusal(
+            tier,
+            f"the files in {where} belong to another state directory than this one (or its catalog was lost); "
+            f"give the tier a directory of its own, or remove {where}/{os.fsdecode(OWNER)} to give those files up",
+        )
 
 
 def refusal(tier: str, why: str) -> TierError:
@@ -158,6 +186,11 @@ class ReplicaStore:
                 raise
         self.close()
         self._root_fd, self._tmp_fd, self._data_fd = root, tmp, data
+
+    def check_catalog(self, catalog: str, *, claim: bool) -> None:
+        """See `check_owner`. Raises TierError."""
+        with failing_as(self.name, f"look at {self.root}"):
+            check_owner(self.name, self._root_fd, self.root, catalog, claim=claim)
 
     def _check_owner(self, status: os.stat_result) -> None:
         if status.st_uid != os.geteuid():

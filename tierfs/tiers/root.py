@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tierfs.durable import TemporaryFile, create_temporary
 from tierfs.errors import TierError
-from tierfs.tiers.base import DIRECTORY, check_marker, failing_as, open_directory, refusal, usage_of
+from tierfs.tiers.base import DIRECTORY, check_marker, check_owner, failing_as, open_directory, refusal, usage_of
 from tierfs.types import Usage
 
 log = logging.getLogger("tierfs.archive")
@@ -87,6 +87,15 @@ class ArchiveRoot:
             self.uuid = found
             undo.pop_all()
         return Held(root, tmp)
+
+    def check_catalog(self, catalog: str, *, claim: bool) -> None:
+        """See `check_owner`. Raises TierError."""
+        with failing_as(self.name, f"look at {self.root}"), self.use() as held:
+            own = open_directory(RESERVED, held.root, create=False)
+            try:
+                check_owner(self.name, own, self.root / os.fsdecode(RESERVED), catalog, claim=claim)
+            finally:
+                os.close(own)
 
     def attach(self) -> None:
         """Make sure that the root's path leads to this archive, and open it again where it was mounted anew.
