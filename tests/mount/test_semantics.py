@@ -275,6 +275,19 @@ def test_after_losing_the_memory_tier_files_fall_back_and_are_listed(mounter: Mo
         mnt.flush()
 
 
+def test_a_tier_of_another_state_directory_is_refused(mnt: TestMount, tmp_path: Path) -> None:
+    """A policy copied for a second run, with one path not changed: its mount would remove the first one's files."""
+    (tmp_path / "mnt").mkdir()
+    (mnt.path / "file.pt").write_bytes(b"1" * MB)
+    mnt.flush()
+    copied = tmp_path / "copied.yaml"
+    copied.write_text(mnt.config.read_text().replace(str(mnt.state), str(tmp_path / "state")))
+    refused = mnt.cli("mount", copied, tmp_path / "mnt", check=False)
+    assert refused.code == 1
+    assert "belong to another state directory" in refused.err
+    assert (mnt.path / "file.pt").read_bytes() == b"1" * MB
+
+
 # the last good copy
 
 

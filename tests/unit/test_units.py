@@ -84,7 +84,14 @@ def test_duration(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("30", "write 30s"), ("soon", "such as 30s"), ("3w", "unknown unit 'w'"), ("-3s", "negative")]
+    ("text", "says"),
+    [
+        ("30", "write 30s"),
+        ("soon", "such as 30s"),
+        ("3w", "unknown unit 'w'"),
+        ("-3s", "negative"),
+        ("9999999h", "hundred years"),
+    ],
 )
 def test_duration_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
