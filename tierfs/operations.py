@@ -175,7 +175,7 @@ class Operations:
         tier = self._tier_name(args.get("to"))
         timeout = float(args["timeout"]) if args.get("timeout") is not None else float("inf")
         files, size, lost = await self._migrator.flush(top, tier, timeout, lambda d, t: progress(d, t, "draining"))
-        return {"files": files, "bytes": size, "tier": tier, "lost": lost}
+        return {"files": files, "bytes": size, "tier": tier, **({"lost": lost} if lost else {})}
 
     def _tier_name(self, name: object) -> str:
         tiers = [tier.name for tier in self._host.policy.tiers]

@@ -271,6 +271,8 @@ def test_after_losing_the_memory_tier_files_fall_back_and_are_listed(mounter: Mo
         flushed = mnt.cli("flush", mnt.path, check=False)  # waits for nothing that cannot come
         assert flushed.code == 1
         assert "run/new.pt" in flushed.err
+        with pytest.raises(OSError, match="Input/output error"):
+            os.setxattr(mnt.path / "run" / "new.pt", "user.tierfs.flush", b"")
         (mnt.path / "run" / "new.pt").unlink()
         mnt.flush()
 

@@ -6,6 +6,7 @@ path of a write or close.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -21,6 +22,7 @@ from tierfs.errors import (
     CatalogError,
     ContentMissing,
     DigestMismatch,
+    FsError,
     NotDurableInTime,
     SourceChanged,
     TierError,
@@ -512,6 +514,8 @@ class Migrator:
                 attributes = self.catalog.attributes(ino)
                 if attributes is None or attributes.nlink == 0:
                     return
+                if self.is_lost(attributes):
+                    raise FsError(errno.EIO, "its bytes are on no tier any more")
                 await self._progress.wait()
             await self.sync()
         finally:
@@ -538,8 +542,8 @@ class Migrator:
                 self.files.take_snapshot(inode)
         found = {a.ino: a for a in self.catalog.subtree(top) if a.ino in wanted}
         total = sum(a.size for a in found.values())
-        lost = {i for i, a in found.items() if self.is_lost(a)}
-        missing = {i: a for i, a in found.items() if i not in lost}
+        lost: list[Ino] = []
+        missing = dict(found)
         last = self.catalog.last_operation() if tier == self.archive_name else 0
         self.hurry += 1
         self._kick.set()
@@ -548,7 +552,9 @@ class Migrator:
                 left = total
                 while True:
                     for ino, attributes in list(itertools.islice(missing.items(), FLUSH_LOOK)):
-                        if self._flushed(attributes, wanted[ino]):
+                        if (gone := self.is_lost(attributes)) or self._flushed(attributes, wanted[ino]):
+                            if gone:
+                                lost.append(ino)
                             del missing[ino]
                             left -= attributes.size
                     behind = (
@@ -573,14 +579,15 @@ class Migrator:
                 )
         finally:
             self.hurry -= 1
-        return len(found), total, [self._shown(ino) for ino in sorted(lost)]
+        return len(found), total, [self._shown(ino) for ino in lost]
 
     def is_lost(self, attributes: Attributes) -> bool:
-        """Whether no tier has the current version of a closed file: see `recover_lost_memory`."""
-        ino, version = attributes.ino, attributes.version
-        if self.catalog.replicas(ino):
+        """Whether a file has a name and no tier anything of it: see `recover_lost_memory`."""
+        ino = attributes.ino
+        if not stat.S_ISREG(attributes.mode) or self.catalog.replicas(ino):
             return False
-        return stat.S_ISREG(attributes.mode) and not self.archive.storing(ino, version)
+        now = self.catalog.attributes(ino)
+        return now is not None and now.nlink > 0 and not self.archive.storing(ino, attributes.version)
 
     def _shown(self, ino: Ino) -> str:
         return b"/".join(self.catalog.path_of(ino) or ()).decode(errors="replace")
