@@ -161,6 +161,7 @@ def _become_daemon(policy: Policy, mountpoint: Path, config: Path, log_fd: int, 
         if fd > 2:
             os.close(fd)
     _log_to_stderr(with_time=True)
+    logging.raiseExceptions = False  # a full disk below the log is no reason for tracebacks in it
     os.write(ready_fd, b"%d\n" % os.getpid())
     try:
         from tierfs.daemon import run_mount

@@ -546,6 +546,8 @@ class Migrator:
         missing = dict(found)
         last = self.catalog.last_operation() if tier == self.archive_name else 0
         self.hurry += 1
+        for outage in self.outages.values():
+            outage.retry_at = 0.0  # whoever flushes may just have made room
         self._kick.set()
         try:
             with trio.move_on_after(seconds) as scope:
