@@ -9,6 +9,9 @@ runs it on the mount: what passes there is here, with no exception for the mount
 
 from __future__ import annotations
 
+NO_RESOURCE = 3
+"""stress-ng's exit code (EXIT_NO_RESOURCE) when a stressor could not be run at the moment."""
+
 GROUPS: dict[str, list[str]] = {
     "names": ["dentry", "dir", "dirdeep", "dirmany", "filename", "getdent", "link", "mknod", "rename", "symlink"],
     "attributes": ["access", "chattr", "chmod", "chown", "fstat", "inode-flags", "touch", "utime", "xattr"],
