@@ -12,8 +12,9 @@ from statistics import median
 
 import torch
 
-from tests.bench.measuring import Row, cpu_seconds, percentile, seconds
+from tests.bench.measuring import Row, cpu_seconds, percentile, seconds, warm_memory
 from tests.bench.throughput import random_state
+from tierfs.control.client import call, find_mount
 from tierfs.testing.mounting import TestMount, mounted
 
 
@@ -42,9 +43,10 @@ def drain_speed(mount: TestMount, disk: Path, size: int, repeat: int) -> list[Ro
         path = mount.path / f"drain-{number}"
         fill(path, size)
         before = cpu_seconds(daemon)
+        record, _ = find_mount(mount.path)
         started = time.perf_counter()
-        mount.cli("resume", mount.path)
-        mount.flush(mount.path, timeout=300)
+        call(record, "resume", timeout=10)
+        os.setxattr(path, "user.tierfs.flush", b"1")  # returns once it is on the archive
         speeds.append(size / (time.perf_counter() - started))
         cpu.append((cpu_seconds(daemon) - before) / (size / 1e9))
         path.unlink()
@@ -62,11 +64,13 @@ def under_drain(mount: TestMount, size: int, repeat: int) -> list[Row]:
     (mount.path / "small").write_bytes(b"x")
     for number in range(repeat):
         mount.cli("pause", mount.path)
+        warm_memory(2 * size)
         idle.append(seconds(lambda: torch.save(state, saved)))
         backlog = [mount.path / f"backlog-{number}-{part}" for part in range(4)]
         for path in backlog:
             fill(path, size)
-        mount.cli("resume", mount.path)
+        warm_memory(2 * size)
+        call(find_mount(mount.path)[0], "resume", timeout=10)
         done = threading.Event()
         watcher = threading.Thread(target=_open_and_close, args=(mount.path / "small", opens, done))
         busy.append(seconds(lambda: torch.save(state, saved)))

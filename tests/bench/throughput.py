@@ -116,7 +116,7 @@ def throughput(mode: str, size: int, repeat: int, base: Path) -> list[Row]:
             ("8 MiB writes", lambda top: writes(top, size, data)),
             ("8 MiB reads", lambda top: reads(top, size, data)),
         ):
-            taken = alternating(repeat, make(mount.path), *(make(top) for top in sides.values()))
+            taken = alternating(repeat, make(mount.path), *(make(top) for top in sides.values()), warm=2 * size)
             for against, spent in zip(sides, taken[1:], strict=True):
                 target = ">= 0.95" if mode == "passthrough" else ">= 0.9" if "pyfuse3" in against else ""
                 rows.append(Row(name, "GB/s", size / 1e9 / taken[0], size / 1e9 / spent, against, target))
