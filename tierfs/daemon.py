@@ -78,10 +78,17 @@ class Daemon:
 
     async def run(self) -> int:
         """Serve until the mount ends, then drain what is left. Returns the process's exit code."""
-        self.catalog = Catalog(self.policy.state / CATALOG)
+        first = self.session is None or self.session.restarts == 0
+        try:
+            self.catalog = Catalog(self.policy.state / CATALOG)
+            if first:
+                self.tiers.check_catalog(self.catalog.uuid, self._known_tiers(), claim=True)
+        except TierfsError:
+            if first:
+                self.tiers.take_back()
+            raise
         migrator = Migrator(self.catalog, self.policy, self.tiers.stores, self.tiers.tree)
-        if self.session is None or self.session.restarts == 0:
-            self.tiers.check_catalog(self.catalog.uuid, claim=True)
+        if first:
             try:
                 migrator.archive.finish()
             except (TierError, OSError) as error:
@@ -147,6 +154,11 @@ class Daemon:
                 except TierError as error:
                     log.info("%s; the next mount reuses it", error)
         return 0
+
+    def _known_tiers(self) -> set[str]:
+        """Persistent tiers on which the catalog has something."""
+        lasting = {tier.name for tier in self.policy.tiers if tier.persistent}
+        return self.catalog.known_tiers(self.policy.tiers[-1].name) & lasting
 
     def _take_over(
         self, files: OpenFiles, names: Namespace, backing: BackingIds | None, storing: Callable[[int, int], bool]

@@ -37,7 +37,7 @@ def check_all(policy: Policy, progress: Progress) -> list[Problem]:
         try:
             catalog = Catalog(path)
             try:
-                tiers.check_catalog(catalog.uuid, claim=False)
+                tiers.check_catalog(catalog.uuid, (), claim=False)
                 return check_tiers(catalog, tiers.stores, tiers.tree.root, progress)
             finally:
                 catalog.close()

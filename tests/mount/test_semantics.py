@@ -287,6 +287,28 @@ def test_a_tier_of_another_state_directory_is_refused(mnt: TestMount, tmp_path: 
     refused = mnt.cli("mount", copied, tmp_path / "mnt", check=False)
     assert refused.code == 1
     assert "belong to another state directory" in refused.err
+    assert not is_mounted(tmp_path / "state" / "memory" / "memory"), "a refused mount leaves nothing behind"
+    assert (mnt.path / "file.pt").read_bytes() == b"1" * MB
+
+
+@pytest.mark.parametrize("tier", ["archive", "nvme"])
+def test_a_tier_that_is_not_there_at_the_mount_is_refused(mnt: TestMount, tier: str) -> None:
+    """An NFS that is not mounted at boot leaves an empty directory: nothing may count as durable there."""
+    mnt.allow_log = [r"is it mounted\?", r"ended with code 1 before the mount was ready"]
+    (mnt.path / "file.pt").write_bytes(b"1" * MB)
+    mnt.flush()
+    mnt.umount()
+    where = mnt.archive if tier == "archive" else mnt.nvme
+    assert where is not None
+    aside = where.with_name(where.name + "-aside")
+    where.rename(aside)
+    where.mkdir()
+    refused = mnt.cli("mount", mnt.config, mnt.path, check=False)
+    shutil.rmtree(where)
+    aside.rename(where)
+    assert refused.code == 1
+    assert "is it mounted?" in refused.err
+    mnt.mount()
     assert (mnt.path / "file.pt").read_bytes() == b"1" * MB
 
 

@@ -304,6 +304,11 @@ class Catalog(Database):
         """The replicas of one tier."""
         return [_replica(row) for row in self._run(f"SELECT {_REPLICA} FROM replicas WHERE tier=?", (tier,))]
 
+    def known_tiers(self, archive: str) -> set[str]:
+        """Tiers that hold something according to the catalog; ``archive`` is the name of the one with the names."""
+        tiers = {row[0] for row in self._run("SELECT DISTINCT tier FROM replicas")}
+        return tiers | {archive for _ in self._run("SELECT 1 FROM published LIMIT 1")}
+
     def open_replicas(self) -> list[Replica]:
         """Reads all rows, which for a million takes a third of a second: an index would cost every create and close."""
         rows = self._run(f"SELECT {_REPLICA} FROM replicas WHERE state=?", (int(ReplicaState.OPEN),))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from tierfs.policy.model import Policy
@@ -35,15 +35,22 @@ class Tiers:
         tree.prepare()
         return cls(stores, tree, mounts)
 
-    def check_catalog(self, catalog: str, *, claim: bool) -> None:
-        """Refuse when a tier holds the files of another catalog than the one with this uuid. With ``claim`` tiers that
-        have no catalog yet become this one's. Raises TierError."""
+    def check_catalog(self, catalog: str, known: Collection[str], *, claim: bool) -> None:
+        """Refuse when a tier holds the files of another catalog than the one with this uuid, or when one of the
+        ``known`` tiers, where the catalog has files, holds nothing of it. With ``claim`` tiers that have no catalog yet
+        become this one's. Raises TierError."""
         tiers: list[ReplicaStore | TreeStore] = [*self.stores.values(), self.tree]
         for tier in tiers:  # all of them before the first is changed
-            tier.check_catalog(catalog, claim=False)
+            tier.check_catalog(catalog, claim=False, known=tier.name in known)
         if claim:
             for tier in tiers:
                 tier.check_catalog(catalog, claim=True)
+
+    def take_back(self) -> None:
+        """A mount that is refused leaves no memory tier behind. Raises TierError."""
+        for mount in self.mounts:
+            if mount.fresh:
+                mount.unmount()
 
     def probes(self) -> dict[str, Callable[[int], Usage]]:
         probes: dict[str, Callable[[int], Usage]] = {name: store.usage for name, store in self.stores.items()}

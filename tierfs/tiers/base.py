@@ -88,14 +88,22 @@ def check_marker(tier: str, dir_fd: int, tmp_fd: int, where: Path, *, create: bo
     return str(identity)
 
 
-def check_owner(tier: str, dir_fd: int, where: Path, catalog: str, *, claim: bool) -> None:
+def check_owner(tier: str, dir_fd: int, where: Path, catalog: str, *, claim: bool, known: bool = False) -> None:
     """Refuse a directory whose files another catalog knows: to this one they are orphans, which it would remove.
 
-    One that nobody owns yet becomes ``catalog``'s with ``claim``. Raises OSError, and TierError (not temporary).
+    One that nobody owns yet becomes ``catalog``'s with ``claim``, unless the catalog has files on the tier (``known``):
+    then this is not where they are, such as below a mount that is missing. Raises OSError, and TierError (not
+    temporary).
     """
     try:
         fd = os.open(OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
     except FileNotFoundError:
+        if known:
+            raise refusal(
+                tier,
+                f"{where} is not the directory that the state directory knows: nothing of the tier is there; is it "
+                f"mounted? If you moved the tier, move all its contents along",
+            ) from None
         if claim:
             temp = create_temporary(dir_fd, "owner")
             try:
@@ -187,10 +195,10 @@ class ReplicaStore:
         self.close()
         self._root_fd, self._tmp_fd, self._data_fd = root, tmp, data
 
-    def check_catalog(self, catalog: str, *, claim: bool) -> None:
+    def check_catalog(self, catalog: str, *, claim: bool, known: bool = False) -> None:
         """See `check_owner`. Raises TierError."""
         with failing_as(self.name, f"look at {self.root}"):
-            check_owner(self.name, self._root_fd, self.root, catalog, claim=claim)
+            check_owner(self.name, self._root_fd, self.root, catalog, claim=claim, known=known)
 
     def _check_owner(self, status: os.stat_result) -> None:
         if status.st_uid != os.geteuid():

@@ -57,6 +57,8 @@ class MemoryMount:
     size: int
     huge: str = "within_size"
     numa: tuple[int, ...] = ()
+    fresh: bool = False
+    """Mounted by this process: there is nothing in it that anybody could miss before files are served."""
 
     def mount(self) -> None:
         """Mount it, or take over the one that a former daemon left. Raises TierError."""
@@ -69,6 +71,7 @@ class MemoryMount:
             if there is not None:
                 raise refusal(self.name, f"{self.path} has a {there[0]} from {there[1]} mounted on it")
             self._mount_new()
+            self.fresh = True
         except PermissionError as error:
             raise refusal(
                 self.name,

@@ -88,12 +88,12 @@ class ArchiveRoot:
             undo.pop_all()
         return Held(root, tmp)
 
-    def check_catalog(self, catalog: str, *, claim: bool) -> None:
+    def check_catalog(self, catalog: str, *, claim: bool, known: bool = False) -> None:
         """See `check_owner`. Raises TierError."""
         with failing_as(self.name, f"look at {self.root}"), self.use() as held:
             own = open_directory(RESERVED, held.root, create=False)
             try:
-                check_owner(self.name, own, self.root / os.fsdecode(RESERVED), catalog, claim=claim)
+                check_owner(self.name, own, self.root / os.fsdecode(RESERVED), catalog, claim=claim, known=known)
             finally:
                 os.close(own)
 
