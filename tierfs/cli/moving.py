@@ -170,7 +170,12 @@ def _switch(op: str, result: str, help: str) -> click.Command:
     return command
 
 
-pause = _switch("pause", "drains are paused", "Stop draining until `tierfs resume`; files are still read and written.")
+pause = _switch(
+    "pause",
+    "drains are paused; fsync() and close() that wait for a tier wait for `tierfs resume`",
+    "Stop draining until `tierfs resume` or a restart of the daemon; files are still read and written. An fsync() or"
+    " close() that waits for a tier, by its rule, then waits for the resume, and cannot be killed.",
+)
 resume = _switch("resume", "drains go on", "Go on draining after `tierfs pause`.")
 
 COMMANDS: tuple[click.Command, ...] = (flush, warmup, evict, pause, resume)

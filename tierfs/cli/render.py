@@ -121,7 +121,6 @@ def status_list(mounts: Sequence[Json]) -> None:
 def status(mount: Json) -> None:
     """Everything about one mount."""
     drain = mount.get("drain") or {}
-    held = mount.get("held_deletes") or {}
     pids = f"daemon {mount.get('daemon_pid')}, keeper {mount.get('keeper_pid') or 'none'}"
     say(f"{mount.get('mountpoint')}: {mount.get('mode')} ({mount.get('mode_reason', '')})")
     say(f"processes: {pids}, {mount.get('daemon_restarts', 0)} restarts")
@@ -130,7 +129,6 @@ def status(mount: Json) -> None:
         f"({size(drain.get('queued_bytes'))}) queued, oldest {seconds(drain.get('oldest_age_s'))}, "
         f"{size(drain.get('rate_bytes_s'))}/s, {size(drain.get('unsynced_bytes'))} only in memory"
     )
-    say(f"held deletes: {held.get('files', 0)} files ({size(held.get('bytes'))})")
     rows = [
         [
             tier.get("name"),
