@@ -103,7 +103,7 @@ def clear(mount: TestMount) -> None:
 
 
 def populate(state: Path, files: int) -> None:
-    """Enter ``files`` files that are durable on the archive, 10,000 to a directory; no bytes stand behind them."""
+    """Into the catalog of a state directory enter ``files`` files that are durable on the archive, 10,000 to a directory; no bytes stand behind them."""
     catalog = Catalog(state / CATALOG)
     directory = 0
     for number in range(files):
@@ -129,8 +129,7 @@ def many_files(mode: str, files: int, repeat: int, base: Path) -> list[Row]:
         clear(mount)
         mount.umount(timeout=120)
         keep = mount.state.with_name("keep")
-        mount.state.rename(keep)
-        mount.state.mkdir()
+        shutil.copytree(mount.state, keep)
         populate(mount.state, files)
         taken = seconds(mount.mount)
         mount.cli("pause", mount.path)
