@@ -103,7 +103,8 @@ def clear(mount: TestMount) -> None:
 
 
 def populate(state: Path, files: int) -> None:
-    """Into the catalog of a state directory enter ``files`` files that are durable on the archive, 10,000 to a directory; no bytes stand behind them."""
+    """Into the catalog of a state directory enter ``files`` files that are durable on the archive, 10,000 to a
+    directory; no bytes stand behind them."""
     catalog = Catalog(state / CATALOG)
     directory = 0
     for number in range(files):
