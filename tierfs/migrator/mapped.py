@@ -48,6 +48,8 @@ class MappedFiles:
         store = self._host.stores[source.tier]
         try:
             for _ in range(TRIES):
+                if source.ino in self._host.files.inodes:
+                    return False  # opened meanwhile: what refuses the lease is our own descriptor
                 if not await trio.to_thread.run_sync(store.is_written, source.key):
                     return False
                 await trio.sleep(BETWEEN)
