@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pyfuse3
 import trio
 
 from tierfs.catalog import Catalog
@@ -26,10 +25,12 @@ from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.namespace import Namespace
 from tierfs.fs.open_files import OpenFiles
 from tierfs.fs.space import RemoteProbe, Space
-from tierfs.fuse.adapter import Adapter, serve_kernel
+from tierfs.fuse import adapter
 from tierfs.fuse.backing import BackingIds
-from tierfs.fuse.keeper import run_keeper
-from tierfs.fuse.session import KeeperSession, KeeperState
+from tierfs.fuse.device import Device
+from tierfs.fuse.handover import KeeperSession, KeeperState
+from tierfs.fuse.keeper import mount_number, run_keeper, unmount_fuse
+from tierfs.fuse.requests import Requests
 from tierfs.migrator.migrator import Migrator
 from tierfs.migrator.recovery import reclaim_orphans, recover_lost_memory
 from tierfs.operations import Operations
@@ -76,6 +77,9 @@ class Daemon:
     catalog: Catalog = field(init=False)
     started: float = field(default_factory=time.time)
 
+    def __post_init__(self) -> None:
+        self._number = mount_number(self.mountpoint)
+
     async def run(self) -> int:
         """Serve until the mount ends, then drain what is left. Returns the process's exit code."""
         first = self.session is None or self.session.restarts == 0
@@ -116,14 +120,13 @@ class Daemon:
         operations = Operations(self, names, migrator, space)
         filesystem = Filesystem(self.catalog, names, files, migrator.wait_durable, operations.virtual_xattrs)
         self._take_over(files, names, backing, migrator.archive.storing)
-        adapter = Adapter(filesystem, operations.total_usage, keeper=self.session is not None)
-        mount_options = {"default_permissions", "fsname=tierfs", "subtype=tierfs"}
-        if self.policy.allow_other:
-            mount_options.add("allow_other")
+        kernel: Device | adapter.Session
         if self.session:
-            pyfuse3.init(adapter, f"/dev/fd/{self.session.channel_fd}", {"default_permissions"})
+            kernel = Device(self.session, Requests(filesystem, operations.total_usage))
         else:
-            pyfuse3.init(adapter, str(self.mountpoint), mount_options)
+            kernel = adapter.Session(
+                filesystem, operations.total_usage, self.mountpoint, allow_other=self.policy.allow_other
+            )
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(archive.watch)
@@ -133,14 +136,18 @@ class Daemon:
                     nursery.start_soon(reclaim_orphans, self.catalog, self.tiers.stores, files.former_key)
                 await nursery.start(serve_control, self._socket(), operations.handlers())
                 self._write_record()
-                nursery.start_soon(self._await_signal, operations)
+                nursery.start_soon(self._await_signal, operations, kernel)
+                if self.session:
+                    nursery.start_soon(self._watch_keeper, self.session)
                 nursery.start_soon(self._announce)
-                await serve_kernel()
+                await kernel.serve()
                 log.info("mount %s ended", self.mountpoint)
                 await operations.drain_rest()
                 nursery.cancel_scope.cancel()
         finally:
-            pyfuse3.close(unmount=self.session is None)
+            kernel.close()
+            if self.session and self.session.keeper_is_gone:
+                unmount_fuse(self.mountpoint, self._number)
         await migrator.remove_discarded()
         complete = operations.everything_durable()
         if complete:
@@ -170,10 +177,11 @@ class Daemon:
             files.settle()
             names.forget(list(files.orphans))
             return
-        for handle in self.session.handles:
+        handles = self.session.handles.handles()
+        for handle in handles:
             files.adopt(handle.fh, handle.ino, handle.flags, handle.backing_id)
         if backing is not None:
-            backing.reclaim({handle.backing_id for handle in self.session.handles}, self.session.highest_backing_id)
+            backing.reclaim({handle.backing_id for handle in handles}, self.session.handles.last_backing_id)
         files.settle()
 
     def _socket(self) -> Path:
@@ -195,12 +203,22 @@ class Daemon:
         self.on_ready()
         log.info("mounted %s (%s: %s)", self.mountpoint, self.mode, self.why)
 
-    async def _await_signal(self, operations: Operations) -> None:
+    async def _watch_keeper(self, session: KeeperSession) -> None:
+        """The mount goes on without its keeper, but a daemon that dies now takes it along."""
+        with contextlib.suppress(ProcessLookupError):
+            keeper = os.pidfd_open(session.keeper_pid)
+            try:
+                await trio.lowlevel.wait_readable(keeper)
+            finally:
+                os.close(keeper)
+        log.warning("the keeper was killed; the mount goes on unprotected: umount and mount again when it suits")
+
+    async def _await_signal(self, operations: Operations, kernel: Device | adapter.Session) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for _ in signals:
                 log.info("asked to stop: draining")
                 await operations.drain_rest()
-                pyfuse3.terminate()
+                kernel.terminate()
                 return
 
 

@@ -17,7 +17,7 @@ from tierfs.catalog import Catalog
 from tierfs.errors import UsageError
 from tierfs.fs.namespace import Namespace
 from tierfs.fs.space import Space
-from tierfs.fuse.session import KeeperSession
+from tierfs.fuse.handover import KeeperSession
 from tierfs.migrator.migrator import Migrator
 from tierfs.policy.load import load_policy
 from tierfs.policy.model import Policy
@@ -115,7 +115,7 @@ class Operations:
             "mountpoint": str(self._host.mountpoint),
             "mode": self._host.mode,
             "mode_reason": self._host.why,
-            "keeper_pid": session.keeper_pid if session else None,
+            "keeper_pid": session.keeper_pid if session and not session.keeper_is_gone else None,
             "daemon_pid": os.getpid(),
             "daemon_restarts": session.restarts if session else 0,
             "paused": self._migrator.paused,
@@ -233,6 +233,8 @@ class Operations:
         session = self._host.session
         if session is None:
             raise UsageError("mode userspace has no keeper that could restart the daemon; umount and mount instead")
+        if session.keeper_is_gone:
+            raise UsageError("the keeper of this mount was killed; umount and mount instead")
         await self._check_successor()
         os.kill(session.keeper_pid, signal.SIGHUP)
         return {"daemon_pid": os.getpid()}

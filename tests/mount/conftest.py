@@ -9,6 +9,7 @@ import shutil
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,14 @@ def passthrough_obstacle() -> str | None:
     if os.geteuid() != 0:
         return "needs root"
     return None if version >= (6, 9) else "needs Linux 6.9"
+
+
+def eventually(holds: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait for what another process does."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
 
 
 def need_mode(mode: str) -> None:

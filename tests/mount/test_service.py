@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import tierfs
-from tests.mount.conftest import MODES, Mounter
+from tests.mount.conftest import MODES, Mounter, eventually
 from tierfs.testing.mounting import is_mounted
 
 HELPER = Path(__file__).parents[2] / "mount" / "mount.tierfs"
@@ -47,18 +47,40 @@ def test_the_service_says_that_it_is_ready_and_ends_when_told(mounter: Mounter, 
         assert b"Traceback" not in (tmp_path / "log").read_bytes()
 
 
-def test_after_a_killed_keeper_umount_makes_way_for_the_next_start(mounter: Mounter) -> None:
-    """What Restart=on-failure needs: ExecStop runs first, and clears the dead mount away."""
-    with mounter("passthrough", allow_log=["keeper", "Traceback", "mount"]) as mnt, mnt.abort_after(90):
-        mnt.cli("pause", mnt.path)
-        (mnt.path / "model.pt").write_bytes(b"m" * (1 << 20))
-        keeper = mnt.status()["keeper_pid"]
-        assert isinstance(keeper, int)
-        os.kill(keeper, signal.SIGKILL)
+def test_a_mount_goes_on_without_its_keeper(mounter: Mounter) -> None:
+    """Also what systemd's Restart=on-failure needs: ExecStop ends the mount, the next start finds its place free."""
+    with mounter("passthrough", allow_log=["keeper"]) as mnt, mnt.abort_after(90):
+        (mnt.path / "before.pt").write_bytes(b"m" * (1 << 20))
+        with (mnt.path / "open.pt").open("wb", buffering=0) as file:
+            keeper = mnt.status()["keeper_pid"]
+            assert isinstance(keeper, int)
+            os.kill(keeper, signal.SIGKILL)
+            file.write(b"after")
+            (mnt.path / "later.pt").write_bytes(b"later")
+        eventually(lambda: "the keeper was killed" in mnt.log)
+        assert mnt.status()["keeper_pid"] is None
+        refused = mnt.cli("restart", mnt.path, check=False)
+        assert (refused.code, refused.err.count("keeper of this mount was killed")) == (2, 1)
         mnt.cli("umount", mnt.config)
         assert not is_mounted(mnt.path)
+        assert (mnt.archive / "later.pt").read_bytes() == b"later"
         mnt.mount()
-        assert (mnt.path / "model.pt").read_bytes() == b"m" * (1 << 20)
+        assert (mnt.path / "before.pt").read_bytes() == b"m" * (1 << 20)
+        assert (mnt.path / "open.pt").read_bytes() == b"after"
+
+
+def test_a_daemon_told_to_end_without_its_keeper_unmounts_itself(mounter: Mounter) -> None:
+    with mounter("passthrough", allow_log=["keeper"]) as mnt, mnt.abort_after(90):
+        (mnt.path / "file").write_bytes(b"bytes")
+        status = mnt.status()
+        keeper, daemon = status["keeper_pid"], status["daemon_pid"]
+        assert isinstance(keeper, int)
+        assert isinstance(daemon, int)
+        os.kill(keeper, signal.SIGKILL)
+        os.kill(daemon, signal.SIGTERM)
+        eventually(lambda: not is_mounted(mnt.path))
+        eventually(lambda: not Path(f"/proc/{daemon}").exists())
+        assert (mnt.archive / "file").read_bytes() == b"bytes"
 
 
 NAMESPACE = """\

@@ -10,7 +10,7 @@ from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.namespace import Namespace
 from tierfs.fs.open_files import OpenFiles
 from tierfs.fs.space import Space
-from tierfs.fuse.adapter import Adapter
+from tierfs.fuse.requests import Requests
 from tierfs.migrator.migrator import Migrator
 from tierfs.policy.load import parse_policy
 from tierfs.policy.match import RuleMatcher
@@ -30,7 +30,7 @@ class Parts:
     files: OpenFiles
     names: Namespace
     filesystem: Filesystem
-    adapter: Adapter
+    requests: Requests
 
     def close(self) -> None:
         self.catalog.close()
@@ -76,5 +76,5 @@ tiers:
     migrator.files = files
     names = Namespace(catalog, files)
     filesystem = Filesystem(catalog, names, files, migrator.wait_durable, lambda _: {})
-    adapter = Adapter(filesystem, lambda: Usage(0, 0, 0), keeper=True)
-    return Parts(catalog, stores, tree, migrator, files, names, filesystem, adapter)
+    requests = Requests(filesystem, lambda: Usage(0, 0, 0))
+    return Parts(catalog, stores, tree, migrator, files, names, filesystem, requests)

@@ -86,7 +86,7 @@ def check_empty(mountpoint: Path) -> None:
 def _resume(policy: Policy, mountpoint: Path, config: Path, state_fd: int) -> int:
     _log_to_stderr(with_time="JOURNAL_STREAM" not in os.environ)
     from tierfs.daemon import run_mount
-    from tierfs.fuse.session import KeeperState
+    from tierfs.fuse.handover import KeeperState
 
     return run_mount(policy, mountpoint, config, None, KeeperState.load(state_fd))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """``request`` is the keeper's id of a kernel request, None without a keeper; ``resent`` says
+    """``request`` is the kernel's number of its request, None without a keeper; ``resent`` says
     that a former daemon may have carried it out already."""
 
     uid: int

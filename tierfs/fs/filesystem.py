@@ -1,4 +1,4 @@
-"""The filesystem: what each operation does, knowing neither pyfuse3 nor how copies are made."""
+"""The filesystem: what each operation does, knowing neither the kernel's protocol nor how copies are made."""
 
 from __future__ import annotations
 
@@ -45,6 +45,24 @@ class Filesystem:
     """(ino, version, tier): returns when that version, or a newer one, is durable at the tier or below."""
     describe: Callable[[Attributes], dict[bytes, bytes]]
     """The read-only user.tierfs.* attributes of a regular file."""
+
+    async def create(
+        self, parent: int, name: bytes, mode: int, flags: int, caller: Caller
+    ) -> tuple[int, Attributes]:
+        """Create and open a regular file, or open the one that is there: (handle, attributes). FsError EEXIST with
+        O_EXCL."""
+        made = self.names.answered(caller)
+        if made is None:
+            try:
+                return self.names.create(parent, name, mode, flags, caller)
+            except FsError as error:
+                # The kernel looked the name up before it asked to create it: here another client was faster.
+                existing = self.names.lookup(parent, name) if error.errno == errno.EEXIST else None
+                if existing is None or flags & os.O_EXCL:
+                    raise
+                made = existing.ino
+        fh = await self.files.open(made, flags, caller.uid)
+        return fh, self.names.attributes(made)
 
     # attributes
 
@@ -150,13 +168,16 @@ class Filesystem:
     def list_xattrs(self, ino: int) -> list[bytes]:
         return [name for name, _ in self.catalog.xattrs(ino)]
 
-    async def set_xattr(self, ino: int, name: bytes, value: bytes, caller: Caller) -> None:
+    async def set_xattr(self, ino: int, name: bytes, value: bytes, caller: Caller, flags: int = 0) -> None:
+        """setxattr(2), with XATTR_CREATE and XATTR_REPLACE."""
         if name == FLUSH_XATTR:
             await self._flush_request(ino)
             return
         self._check_writable(name)
         if self.names.answered(caller) is not None:
             return
+        if flags and (self.catalog.xattr(ino, name) is not None) != (flags == os.XATTR_REPLACE):
+            raise FsError(errno.ENODATA if flags == os.XATTR_REPLACE else errno.EEXIST)
         if len(value) > XATTR_SIZE_MAX:
             raise FsError(errno.E2BIG)
         others = sum(len(n) + len(v) for n, v in self.catalog.xattrs(ino) if n != name)

@@ -34,9 +34,6 @@ from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy, Rule
 from tierfs.types import Attributes, Ino, OpKind, Replica, ReplicaState
 
-NOFLUSH = 1 << 63
-"""Bit of a handle that asks the keeper to spare this file's FLUSH requests."""
-
 RULE_CHUNK, RULE_PAUSE = 128, 0.01
 """Files looked at in one go after the rules changed, and seconds between, so that requests are served meanwhile."""
 
@@ -47,8 +44,6 @@ then read through passthrough."""
 RENAME_AT_ONCE = 1000
 """Files of a renamed directory whose rules are followed in the rename's own transaction: that one has to fit the
 catalog's journal, and requests wait for it."""
-
-_SERIAL_MASK = (1 << 30) - 1
 
 
 @dataclass
@@ -78,6 +73,11 @@ class Handle:
     def writes(self) -> bool:
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
+    @property
+    def waits_at_close(self) -> bool:
+        """Whether close(2) has to ask."""
+        return self.writes and self.inode.rule.close is not None
+
 
 @dataclass
 class OpenFiles:
@@ -104,7 +104,7 @@ class OpenFiles:
     """Inodes without a name that the kernel still knows: an open that began before the unlink may still come, so
     bytes and row stay until the kernel forgets them."""
     outdated: list[int] = field(default_factory=list)
-    """Inodes whose mode changed without the kernel's knowing; the adapter tells it."""
+    """Inodes whose mode changed without the kernel's knowing; it is told with the next answer."""
     forgotten: set[int] = field(default_factory=set)
     """Orphans that the kernel forgot while a release of theirs was still on its way."""
     _locks: dict[int, tuple[trio.Lock, list[int]]] = field(default_factory=dict)
@@ -159,14 +159,12 @@ class OpenFiles:
         return inode
 
     def add_handle(self, inode: OpenInode, flags: int, uid: int = 0) -> int:
-        """A new handle of an attached inode, opened by ``uid``; the low half is the backing id."""
-        self._serial = (self._serial + 1) & _SERIAL_MASK
-        fh = self._serial << 32 | inode.backing_id
-        writes = flags & os.O_ACCMODE != os.O_RDONLY
-        if not writes or inode.rule.close is None:
-            fh |= NOFLUSH
-        self.handles[fh] = Handle(inode, flags)
-        if writes:
+        """A new handle of an attached inode, opened by ``uid``."""
+        self._serial += 1
+        fh = self._serial
+        handle = Handle(inode, flags)
+        self.handles[fh] = handle
+        if handle.writes:
             inode.writers += 1
             inode.unprivileged = inode.unprivileged or uid != 0
         else:
@@ -534,7 +532,7 @@ class OpenFiles:
                 self.inodes[ino] = inode
         handle = Handle(inode, flags)
         self.handles[fh] = handle
-        self._serial = max(self._serial, (fh & ~NOFLUSH) >> 32)
+        self._serial = max(self._serial, fh)
         if handle.writes:
             inode.writers += 1
         else:

@@ -16,7 +16,7 @@ _MAP = struct.Struct("<iIQ")
 _ID = struct.Struct("<I")
 
 RECLAIM_WINDOW = 256
-"""How far below the highest answered id an unanswered one may lie; pyfuse3 answers up to 99 requests at a time."""
+"""How far below the id answered last an unanswered one may lie: as many opens may wait for each other."""
 
 
 class BackingIds:
@@ -37,11 +37,11 @@ class BackingIds:
             if error.errno != errno.ENOENT:
                 raise
 
-    def reclaim(self, known: set[int], highest: int) -> None:
+    def reclaim(self, known: set[int], last: int) -> None:
         """Free ids that a dead daemon registered but whose reply never reached the kernel.
 
         Call before registering any other id. The kernel hands ids out cyclically upwards, so those lie between
-        ``highest`` (the highest seen in a reply, less slack for replies out of order) and a fresh probe.
+        ``last`` (the one answered last, less slack for replies out of order) and a fresh probe.
         """
         probe_file = os.memfd_create("tierfs-probe", os.MFD_CLOEXEC)
         try:
@@ -49,6 +49,6 @@ class BackingIds:
         finally:
             os.close(probe_file)
         self.close(probe)
-        for backing_id in range(max(1, highest - RECLAIM_WINDOW), probe):
+        for backing_id in range(max(1, last - RECLAIM_WINDOW), probe):
             if backing_id not in known:
                 self.close(backing_id)
