@@ -10,17 +10,19 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import pyfuse3
+import trio
 
 from tierfs.errors import FsError
 from tierfs.fs.caller import Caller
 from tierfs.fs.filesystem import Change, Filesystem
 from tierfs.fuse import wire
-from tierfs.fuse.device import errno_of
+from tierfs.fuse.device import SPIN, SUCCESSION, errno_of
 from tierfs.fuse.requests import CACHE_SECONDS, FILES, LIST_BATCH
 from tierfs.types import Attributes, Usage
 
@@ -38,12 +40,41 @@ def _answer(
 
     @functools.wraps(handler)
     async def wrapped(self: Adapter, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        self.wakefulness.asked()
         try:
             return await handler(self, *args, **kwargs)
         except Exception as error:
             raise pyfuse3.FUSEError(errno_of(error, opcode)) from None
+        finally:
+            self.wakefulness.answered()
 
     return wrapped
+
+
+class Wakefulness:
+    """Keeps the event loop from sleeping while requests come in quick succession, as fuse.device does by itself."""
+
+    def __init__(self) -> None:
+        self._answered_at = 0.0
+        self._quick = False
+        self._until = 0.0
+        self._idle = trio.lowlevel.ParkingLot()
+
+    def asked(self) -> None:
+        self._quick = time.perf_counter() - self._answered_at < SUCCESSION
+
+    def answered(self) -> None:
+        self._answered_at = now = time.perf_counter()
+        if self._quick:
+            self._until = now + SPIN
+            self._idle.unpark_all()
+
+    async def stay_awake(self) -> NoReturn:
+        """With a task that can always run, the loop asks for events without waiting for them."""
+        while True:
+            await self._idle.park()
+            while time.perf_counter() < self._until:
+                await trio.lowlevel.checkpoint()
 
 
 class Session:
@@ -55,11 +86,15 @@ class Session:
         options = {"default_permissions", "fsname=tierfs", "subtype=tierfs"}
         if allow_other:
             options.add("allow_other")
-        pyfuse3.init(Adapter(filesystem, space), str(mountpoint), options)
+        self._adapter = Adapter(filesystem, space)
+        pyfuse3.init(self._adapter, str(mountpoint), options)
 
     async def serve(self) -> None:
         """Answer until the mount ends, or `terminate`."""
-        await pyfuse3.main()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._adapter.wakefulness.stay_awake)
+            await pyfuse3.main()
+            nursery.cancel_scope.cancel()
 
     def terminate(self) -> None:
         pyfuse3.terminate()
@@ -80,6 +115,7 @@ class Adapter(pyfuse3.Operations):
         self._names = filesystem.names
         self._files = filesystem.files
         self._space = space
+        self.wakefulness = Wakefulness()
 
     # names
 
