@@ -1,24 +1,27 @@
 """Read a policy file. Strict: the first mistake is a ConfigError ``FILE:LINE: KEYPATH: what is wrong; what to do``.
 
 ``parse_policy`` looks at the text only, ``check_paths`` at the directories that a policy names, so that
-``tierfs explain`` works on any machine. The only importer of yaml; nodes are composed, never constructed.
+``tierfs explain`` works on any machine.
 """
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
-
-import yaml
+from typing import Protocol, cast
 
 from tierfs.errors import ConfigError
+from tierfs.policy.document import TOP
+from tierfs.policy.document import At as _At
+from tierfs.policy.document import compose as _compose
+from tierfs.policy.document import error_at as _error
+from tierfs.policy.document import error_of as _error_of
+from tierfs.policy.document import listed as _listed
+from tierfs.policy.document import nearest as _nearest
+from tierfs.policy.document import quote as _quote
 from tierfs.policy.match import CATCH_ALL, compile_pattern
 from tierfs.policy.model import Keep, Limits, Mode, Policy, Rule, TierConfig, TierKind
 from tierfs.units import parse_percent, parse_rate, parse_size
@@ -49,9 +52,7 @@ _UNSUPPORTED_TIER = {
 }
 _UNSUPPORTED_RULE = {"durable_within": "remove it (drains start as soon as a file is closed)"}
 _UNSUPPORTED_LIMITS = {"unsynced": "remove it (the sizes of the tiers are the limit)"}
-_TOP = "(file)"
-
-_T = TypeVar("_T")
+_TOP = TOP
 
 
 def load_policy(path: Path, *, mountpoint: Path | None = None) -> Policy:
@@ -206,147 +207,12 @@ def _source_lines(source: str) -> tuple[dict[str, int], str | None]:
     try:
         level = [_compose(Path(source).read_text(encoding="utf-8-sig"), source)]
         for _ in range(3):
-            level = [child for at in level if isinstance(at.node, yaml.MappingNode) for child in at.mapping().values()]
+            level = [child for at in level if at.is_mapping() for child in at.mapping().values()]
             lines |= {at.path: at.line for at in level}
             mount = next((str(at.node.value) for at in level if at.path == "mount"), mount)
     except (OSError, ValueError, ConfigError):
         return {}, None  # the file has changed or gone since: the line is a convenience
     return lines, None if mount is None else str(Path(mount))
-
-
-@dataclass(frozen=True, slots=True)
-class _At:
-    """A value in the file: its node, its key path ("" at the top) and the line of its key."""
-
-    source: str
-    path: str
-    line: int
-    node: yaml.Node
-
-    def error(self, problem: str, remedy: str, *, key: str = "", line: int = 0) -> ConfigError:
-        path = ".".join(part for part in (self.path, key) if part)
-        return _error(self.source, line or self.line, path or _TOP, problem, remedy)
-
-    def mapping(
-        self, valid: Collection[str] | None = None, unsupported: Mapping[str, str] | None = None
-    ) -> dict[str, _At]:
-        """The entries by key; keys outside ``valid`` (None: any) are refused, ``unsupported`` ones with a remedy."""
-        if not isinstance(self.node, yaml.MappingNode):
-            raise self.error(f"must be a mapping, not {self.kind()}", "write KEY: VALUE entries below it")
-        entries: dict[str, _At] = {}
-        for key_node, value in self.node.value:
-            line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != "tag:yaml.org,2002:str":
-                shown = _quote(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
-                remedy = f"use one of {_listed(valid)}" if valid else "write a name, in quotes where YAML needs them"
-                raise self.error(f"the key {shown} is not a name", remedy, line=line)
-            name = str(key_node.value)
-            if name in entries:
-                raise self.error(
-                    f"is a duplicate key, first given on line {entries[name].line}",
-                    "remove one",
-                    key=_shown(name),
-                    line=line,
-                )
-            entries[name] = _At(self.source, f"{self.path}.{_shown(name)}".lstrip("."), line, value)
-        if valid is not None:
-            for name, at in entries.items():
-                if unsupported and name in unsupported:
-                    raise at.error(f"{name} is not supported in this version", unsupported[name])
-                if name not in valid:
-                    raise at.error("unknown key", _nearest(name, valid))
-        return entries
-
-    def items(self) -> list[_At]:
-        if not isinstance(self.node, yaml.SequenceNode):
-            raise self.error(f"must be a list, not {self.kind()}", "write it as [A, B] or one '- ' entry per line")
-        return [
-            _At(self.source, f"{self.path}[{i}]", node.start_mark.line + 1, node)
-            for i, node in enumerate(self.node.value)
-        ]
-
-    def kind(self) -> str:
-        """What the value is, in words."""
-        if isinstance(self.node, yaml.MappingNode):
-            return "a mapping"
-        if isinstance(self.node, yaml.SequenceNode):
-            return "a list"
-        names = {"null": "empty", "int": "a number", "float": "a number", "bool": "a boolean", "str": "text"}
-        name = names.get(self.node.tag.rpartition(":")[2], "a value with a tag")
-        return name if name in ("empty", "text") else f"{name} ({_quote(self.node.value)})"
-
-    def is_scalar(self, *tags: str) -> bool:
-        return isinstance(self.node, yaml.ScalarNode) and self.node.tag in {f"tag:yaml.org,2002:{tag}" for tag in tags}
-
-    def text(self, remedy: str) -> str:
-        if not self.is_scalar("str"):
-            raise self.error(f"must be text, not {self.kind()}", remedy)
-        return str(self.node.value)
-
-    def boolean(self) -> bool:
-        value = str(self.node.value).lower()
-        if not self.is_scalar("bool") or value not in ("true", "false", "yes", "no", "on", "off"):
-            raise self.error(f"must be true or false, not {self.kind()}", "write true or false without quotes")
-        return value in ("true", "yes", "on")
-
-    def integer(self, low: int, high: int) -> int:
-        value = str(self.node.value)
-        if not self.is_scalar("int") or not re.fullmatch(r"-?(0|[1-9][0-9]{0,17})", value):
-            raise self.error(f"must be a whole number, not {self.kind()}", f"write a number from {low} to {high}")
-        if not low <= int(value) <= high:
-            raise self.error(f"{value} is out of range", f"write a number from {low} to {high}")
-        return int(value)
-
-    def choice(self, choices: Collection[str]) -> str:
-        value = self.text(f"use one of {_listed(choices)}")
-        if value not in choices:
-            raise self.error(f"{_quote(value)} is not a valid value", _nearest(value, choices))
-        return value
-
-    def unit(self, parse: Callable[[str], _T], what: str, example: str) -> _T:
-        """The value as ``parse`` (of tierfs.units) reads it; a bare number is passed on as it is written."""
-        if not self.is_scalar("str", "int", "float"):
-            raise self.error(f"must be a {what}, not {self.kind()}", f"write for example {example}")
-        try:
-            return parse(str(self.node.value))
-        except ValueError as error:
-            raise _error_of(self, error) from None
-
-    def directory(self) -> Path:
-        value = self.text("write an absolute path")
-        try:
-            usable = b"\0" not in os.fsencode(value)
-        except UnicodeEncodeError:
-            usable = False
-        if not usable:
-            raise self.error("holds a character that no path can hold", "correct the path")
-        if not value.startswith("/"):
-            raise self.error(f"{_quote(value)} is not an absolute path", "write the path from '/' on")
-        return Path(value)
-
-
-def _compose(text: str, source: str) -> _At:
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        problem = " ".join(part for part in (error.context, error.problem) if part).replace("\n", " ")
-        remedy = "correct the YAML"
-        if "alias" in problem or "anchor" in problem:
-            remedy = 'put patterns that begin with * in quotes, such as "**/*.pt"'
-        elif "\\t" in problem:
-            remedy = "indent with spaces, not tabs"
-        raise _error(source, mark.line + 1 if mark else 1, _TOP, f"is not valid YAML ({problem})", remedy) from None
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise _error(source, line, _TOP, "holds a character that YAML does not allow", "remove it") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise _error(source, 1, _TOP, f"is not valid YAML ({error})", "correct the YAML") from None
-    except RecursionError:
-        raise _error(source, 1, _TOP, "is nested too deeply", "a policy needs four levels at most") from None
-    if node is None:
-        raise _error(source, 1, _TOP, "is empty", "write at least tiers: a fast one and the archive")
-    return _At(source, "", node.start_mark.line + 1, node)
 
 
 def _tiers(at: _At) -> tuple[TierConfig, ...]:
@@ -477,7 +343,7 @@ def _rule(at: _At, tiers: tuple[TierConfig, ...]) -> Rule:
 
 def _match(at: _At) -> tuple[str, ...]:
     remedy = 'write a pattern in quotes, such as "**/*.pt", or a list of them'
-    items = at.items() if isinstance(at.node, yaml.SequenceNode) else [at]
+    items = at.items() if at.is_sequence() else [at]
     if not items:
         raise at.error("is empty", remedy)
     patterns = []
@@ -550,31 +416,3 @@ def _limits(at: _At) -> Limits:
         drain=fields["drain"].unit(parse_rate, "rate", "2GiB/s") if "drain" in fields else None,
         transfers=fields["transfers"].integer(1, MAX_TRANSFERS) if "transfers" in fields else Limits().transfers,
     )
-
-
-def _error(source: str, line: int, key: str, problem: str, remedy: str) -> ConfigError:
-    return ConfigError(f"{source}:{line}: {key}: {problem}; {remedy}")
-
-
-def _error_of(at: _At, error: ValueError) -> ConfigError:
-    problem, _, remedy = str(error).partition("; ")
-    return at.error(problem, remedy)
-
-
-def _nearest(name: str, valid: Collection[str]) -> str:
-    near = difflib.get_close_matches(name[:64].lower(), valid, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else f"use one of {_listed(valid)}"
-
-
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(names)
-
-
-def _quote(value: object) -> str:
-    text = str(value)
-    return repr(text if len(text) <= 40 else text[:37] + "...")
-
-
-def _shown(name: str) -> str:
-    """A key as it appears in a key path: as it is when harmless, quoted and cut otherwise."""
-    return name if re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name) else _quote(name)
