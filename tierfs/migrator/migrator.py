@@ -214,14 +214,15 @@ class Migrator:
         return 5.0 if plan.wake_ns is None else max(0.01, (plan.wake_ns - now) / 1e9)
 
     async def _drain(self, transfer: Transfer) -> None:
+        source = self._source(transfer.ino, transfer.version)
         try:
-            await self._copy_down(transfer)
+            await self._copy_down(transfer, source)
         except SourceChanged:
             pass
         except DigestMismatch as error:
             log.info("%s; copying again", error)
         except TierError as error:
-            if self._source(transfer.ino, transfer.version) is not None:
+            if source is not None and self._stands(source):
                 self.outages.failed(transfer.tier, error)
         except (CatalogError, OSError) as error:
             unrecorded = TierError(f"a copy on tier {transfer.tier} could not be recorded: {error}")
@@ -238,8 +239,14 @@ class Migrator:
                 return found[tier]
         return None
 
-    async def _copy_down(self, transfer: Transfer) -> None:
-        source = self._source(transfer.ino, transfer.version)
+    def _stands(self, source: Replica) -> bool:
+        """Whether the catalog still names this file. A file that was evicted, superseded or deleted meanwhile is
+        removed: that a step does not find it is no fault of its tier, and what is still wanted comes from another
+        replica."""
+        now = self.catalog.replica(source.ino, source.version, source.tier)
+        return now is not None and now.key == source.key
+
+    async def _copy_down(self, transfer: Transfer, source: Replica | None) -> None:
         early = self.early.pop((transfer.ino, transfer.version, transfer.tier), None)
         if early is not None and (source is None or early.key != source.key):
             await trio.to_thread.run_sync(early.discard)
@@ -337,7 +344,7 @@ class Migrator:
             pass
         except TierError as error:
             await self._discard_early(key)
-            if self._is_current(*key):
+            if self._stands(source):
                 self.outages.failed(transfer.tier, error)
         finally:
             del self.running[key]
@@ -553,6 +560,7 @@ class Migrator:
             with trio.move_on_after(seconds) as scope:
                 left = total
                 while True:
+                    moved = self._progress  # that of before the look: what comes during the pause counts
                     for ino, attributes in list(itertools.islice(missing.items(), FLUSH_LOOK)):
                         if (gone := self.is_lost(attributes)) or self._flushed(attributes, wanted[ino]):
                             if gone:
@@ -570,7 +578,7 @@ class Migrator:
                     await trio.sleep(FLUSH_BREATH)
                     if len(missing) <= FLUSH_LOOK:
                         with trio.move_on_after(1):
-                            await self._progress.wait()
+                            await moved.wait()
             if scope.cancelled_caught:
                 missing = {i: a for i, a in missing.items() if not self._flushed(a, wanted[i])}
                 paths = [self._shown(i) for i in list(missing)[:100]]

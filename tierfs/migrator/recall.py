@@ -22,6 +22,7 @@ from tierfs.migrator import gradual
 from tierfs.migrator.archive import Archive
 from tierfs.migrator.evict import Evictor
 from tierfs.migrator.gradual import Recall
+from tierfs.migrator.steps import Path
 from tierfs.migrator.transfer import recall_file
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
@@ -72,17 +73,17 @@ class Recaller:
     # whole
 
     async def recall(self, attributes: Attributes, tier: str) -> Replica:
-        """Bring the current version to ``tier``, or a slower local one when that is full."""
+        """Bring the current version to ``tier``, or a slower local one when that is full. FsError: ENOENT when the file
+        is deleted meanwhile, EIO when no replica of it can be read."""
         host = self._host
-        sources = self._sources(attributes)
         candidates = self._candidates(tier)
-        if not sources:
-            raise FsError(errno.EIO, f"inode {attributes.ino}: no replica of version {attributes.version}")
-        last: Exception | None = None
-        for source in sources:
+        failed: set[tuple[str, str]] = set()
+        why = f"inode {attributes.ino}: no replica of version {attributes.version}"
+        while sources := [r for r in self._sources(attributes) if (r.tier, r.key) not in failed]:
+            source, paths = sources[0], host.archive.paths(attributes.ino)
             chosen = host.files.space.choose(candidates, source.size)
-            if any(r.tier == chosen for r in sources):
-                return next(r for r in sources if r.tier == chosen)
+            if here := [r for r in sources if r.tier == chosen]:
+                return here[0]
             try:
                 try:
                     return await self._recall_from(source, attributes, chosen)
@@ -91,10 +92,30 @@ class Recaller:
                         raise
                     return await self._recall_from(source, attributes, host.files.space.choose(candidates, source.size))
             except (TierError, DigestMismatch) as error:
+                if self._deleted(attributes.ino):
+                    break
+                if self._moved(source, paths):
+                    continue
                 log.error("%s", error)
-                host.last_errors[source.tier] = str(error)
-                last = error
-        raise FsError(errno.EIO, str(last))
+                host.last_errors[source.tier] = why = str(error)
+                failed.add((source.tier, source.key))
+        if self._deleted(attributes.ino):
+            raise FsError(errno.ENOENT)
+        raise FsError(errno.EIO, why)
+
+    def _deleted(self, ino: int) -> bool:
+        """Whether the file lost its last name: what the tiers held of it is going, or gone."""
+        attributes = self._host.catalog.attributes(ino)
+        return attributes is None or attributes.nlink == 0
+
+    def _moved(self, source: Replica, paths: list[Path]) -> bool:
+        """Whether the file that a recall did not find, or found to be another, is elsewhere by now: evicted, or on the
+        archive no longer at ``paths``. Then nothing is wrong with its tier."""
+        host = self._host
+        now = host.catalog.replica(source.ino, source.version, source.tier)
+        if now is None or now.key != source.key:
+            return True
+        return source.tier == host.archive_name and host.archive.paths(source.ino) != paths
 
     async def _make_room(self, tiers: list[str], size: int) -> bool:
         """Evict on the first tier that has something to evict. A read must not fail while clean copies fill a tier."""
@@ -156,7 +177,12 @@ class Recaller:
         return self._enter(Replica(source.ino, source.version, tier, ReplicaState.WRITTEN, key, source.size, digest))
 
     def _enter(self, replica: Replica) -> Replica:
-        """These bytes are complete, verified and, on a persistent tier, synced: say so in the catalog."""
+        """These bytes are complete, verified and, on a persistent tier, synced: say so in the catalog. FsError ENOENT,
+        and the bytes go again, when the file itself is not in the catalog any more, or is another version."""
+        attributes = self._host.catalog.attributes(replica.ino)
+        if attributes is None or attributes.version != replica.version:
+            self._host.files.discard(replica.tier, replica.key)
+            raise FsError(errno.ENOENT)
         if self._host.policy.tier(replica.tier).persistent:
             replica = replica._replace(state=ReplicaState.DURABLE)
         with self._host.catalog.transaction():
@@ -170,15 +196,22 @@ class Recaller:
         return partial(self._host.tree.open_first, self._host.archive.paths(source.ino), source.size)
 
     async def warmup(self, attributes: Attributes) -> bool:
-        """Recall ahead of need; False when the bytes are on a local tier already or the file is open."""
-        files = self._host.files
-        if attributes.ino in files.inodes or files.local_replica(attributes) is not None:
+        """Recall ahead of need; False when the bytes are on a local tier already, the file is open, or it is deleted
+        before they are here."""
+        files, ino = self._host.files, attributes.ino
+        if ino in files.inodes or files.local_replica(attributes) is not None:
             return False
-        _, rule = files.rule_of(self._host.catalog.path_of(attributes.ino))
-        async with files.locked(attributes.ino):
-            if attributes.ino in files.inodes or files.local_replica(attributes) is not None:
+        async with files.locked(ino):
+            now = self._host.catalog.attributes(ino)
+            if now is None or now.nlink == 0 or ino in files.inodes or files.local_replica(now) is not None:
                 return False
-            await self.recall(attributes, rule.ack)
+            _, rule = files.rule_of(self._host.catalog.path_of(ino))
+            try:
+                await self.recall(now, rule.ack)
+            except FsError:
+                if not self._deleted(ino):
+                    raise
+                return False
         return True
 
     # gradual
@@ -226,7 +259,8 @@ class Recaller:
         return self._opener(source)
 
     def arrived(self, recall: Recall, replica: Replica) -> None:
-        self._host.files.filled(recall, self._enter(replica))
+        with contextlib.suppress(FsError):
+            self._host.files.filled(recall, self._enter(replica))
 
     def settled(self, replica: Replica) -> None:
         self._host.files.space.reserve(replica.tier, -replica.size)

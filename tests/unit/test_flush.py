@@ -1,0 +1,48 @@
+"""A flush ends with the copy that it waits for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from assembled import Parts, assemble
+
+from tierfs.fs.caller import Caller
+from tierfs.types import ROOT_INO, Replica, ReplicaState
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[Parts]:
+    made = assemble(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_copy_that_ends_between_two_looks_is_noticed(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flush looks at the queue at most so often; what happens in the pause must not wait for the next thing that
+    happens."""
+    fh, attributes = parts.names.create(ROOT_INO, b"f", 0o644, os.O_RDWR, Caller(0, 0))
+    parts.files.release(fh)
+
+    async def sync() -> None:
+        """Without a thread, during which this clock would go on."""
+
+    monkeypatch.setattr(parts.migrator, "sync", sync)
+
+    async def use() -> float:
+        async with trio.open_nursery() as nursery:
+            started = trio.current_time()
+            nursery.start_soon(parts.migrator.flush, ROOT_INO, "nvme", 60.0)
+            await trio.testing.wait_all_tasks_blocked()
+            with parts.catalog.transaction():
+                parts.catalog.put_replica(
+                    Replica(attributes.ino, attributes.version, "nvme", ReplicaState.DURABLE, "2-1", 0, None)
+                )
+            parts.migrator._advanced()
+        return trio.current_time() - started
+
+    assert trio.run(use, clock=trio.testing.MockClock(autojump_threshold=0)) < 0.1
