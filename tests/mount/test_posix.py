@@ -348,6 +348,30 @@ def test_truncate_down_and_up_reads_zeros(here: Path) -> None:
     assert path.read_bytes() == b"xxx" + bytes(3)
 
 
+def test_no_file_grows_beyond_the_limit_of_its_writer(here: Path) -> None:
+    script = """
+import errno, os, resource, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGXFSZ])
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+assert os.write(fd, bytes(150_000)) == 100_000
+for beyond in (lambda: os.write(fd, b"x"), lambda: os.ftruncate(fd, 100_001)):
+    try:
+        beyond()
+    except OSError as error:
+        assert error.errno == errno.EFBIG, error
+    else:
+        raise AssertionError("went beyond")
+    assert signal.sigtimedwait([signal.SIGXFSZ], 0), "no signal"
+assert os.fstat(fd).st_size == 100_000
+os.ftruncate(fd, 5)
+assert os.pwrite(fd, b"x", 99_999) == 1
+"""
+    subprocess.run([sys.executable, "-c", script, here / "file"], check=True)
+    assert (here / "file").read_bytes() == bytes(99_999) + b"x"
+
+
 def test_read_only_and_write_only_descriptors(here: Path) -> None:
     (here / "file").write_bytes(b"x")
     reader, writer = os.open(here / "file", os.O_RDONLY), os.open(here / "file", os.O_WRONLY)
