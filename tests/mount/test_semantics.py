@@ -117,6 +117,32 @@ def test_close_and_fsync_return_once_durable_on_their_tier(
         (mnt.path / "other.txt").write_bytes(b"another rule: close returns at once")
 
 
+WAITS_IN_FSYNC = """
+import os, signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: None)
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+os.write(fd, b"bytes")
+print("waits", flush=True)
+os.fsync(fd)
+print("returned", flush=True)
+"""
+
+
+def test_who_waits_in_fsync_can_be_killed_and_is_not_disturbed_otherwise(mounter: Mounter) -> None:
+    with limited(mounter, "passthrough", rules=[{"match": "**", "fsync": "nvme"}]) as mnt, paused(mnt):
+        command = [sys.executable, "-c", WAITS_IN_FSYNC, mnt.path / "log"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as waiter:
+            assert waiter.stdout is not None
+            assert waiter.stdout.readline() == b"waits\n"
+            until(lambda: "State:\tS" in Path(f"/proc/{waiter.pid}/status").read_text())  # sleeps in the call
+            waiter.send_signal(signal.SIGUSR1)
+            with pytest.raises(subprocess.TimeoutExpired):
+                waiter.wait(0.5)
+            waiter.kill()
+            assert waiter.wait(10) == -signal.SIGKILL
+            assert waiter.stdout.read() == b""
+
+
 def test_written_on_after_fsync_is_drained_again(mounter: Mounter, mode: str) -> None:
     with limited(mounter, mode, rules=[{"match": "**", "fsync": "archive"}]) as mnt:
         fd = os.open(mnt.path / "log", os.O_WRONLY | os.O_CREAT)

@@ -269,6 +269,44 @@ def test_other_tasks_get_their_turn_under_a_stream_of_requests(monkeypatch: pyte
     assert turns == wanted
 
 
+def test_deadly_signals_end_the_waiting_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    looks: list[int] = []
+
+    def look(pid: int) -> bool:
+        looks.append(pid)
+        return len(looks) == 3
+
+    async def wait(request: Request) -> bytes:
+        await trio.sleep_forever()
+        return b""
+
+    monkeypatch.setattr(device, "is_being_killed", look)
+    monkeypatch.setattr(device, "KILL_LOOK", 0.001)
+    kernel.handlers = {wire.Op.FSYNC: wait, SECOND: lambda r: b""}
+
+    async def work() -> None:
+        kernel.ask(wire.Op.FSYNC, 2)
+        kernel.ask(wire.Op.INTERRUPT, 1, struct.pack("<Q", 2))
+        assert await kernel.answer() == (2, errno.EINTR, b"")
+        kernel.ask(wire.Op.INTERRUPT, 3, struct.pack("<Q", 2))  # too late: answered before
+        kernel.ask(SECOND, 4)
+        assert await kernel.answer() == (4, 0, b"")
+
+    kernel.run(work)
+    assert looks == [4242] * 3
+
+
+def test_who_is_being_killed() -> None:
+    assert not device.is_being_killed(os.getpid())
+    assert not device.is_being_killed(0)
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert device.is_being_killed(pid), "gone"
+
+
 def test_ends_with_the_mount(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel()
 

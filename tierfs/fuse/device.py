@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Coroutine
 from typing import NamedTuple, Protocol
@@ -28,6 +29,8 @@ costs is less than what it saves: on a virtual machine the pair of wake-ups that
 costs both sides several times as much (docs/CONCURRENCY.md)."""
 SUCCESSION = 1e-3
 """Requests at most this many seconds after the last reply are in quick succession."""
+KILL_LOOK = 0.1
+"""Seconds between looks at whether somebody who waits and got a signal is being killed."""
 SLICE = 2e-3
 """Seconds after which the daemon's other tasks get their turn, however many requests there are."""
 
@@ -42,6 +45,8 @@ class Request(NamedTuple):
     uid: int
     gid: int
     body: bytes
+    pid: int = 0
+    """The thread that waits for the answer; 0: one of another pid namespace, or none."""
     former: OpenHandle | None = None
     """What a former daemon opened for this request before it was killed, unanswered."""
 
@@ -98,6 +103,8 @@ class Device:
         self._stop = trio.CancelScope()
         self._started = 0
         """coroutines that were started in this burst"""
+        self._waiting: dict[int, tuple[int, trio.CancelScope]] = {}
+        """unique → (the thread that waits, what ends its waiting)"""
         self._buffer = bytearray(wire.BUFFER_SIZE)
         self._replied = 0.0
         self._spin_until = 0.0
@@ -154,12 +161,12 @@ class Device:
                 return True
 
     def _answer(self, length: int) -> None:
-        _, opcode, unique, ino, uid, gid, _, _ = wire.IN_HEADER.unpack_from(self._buffer)
+        _, opcode, unique, ino, uid, gid, pid, _ = wire.IN_HEADER.unpack_from(self._buffer)
         body = bytes(memoryview(self._buffer)[wire.IN_HEADER.size : length])
         former = self._former.pop(unique & ~wire.UNIQUE_RESEND, None) if unique & wire.UNIQUE_RESEND else None
-        request = Request(opcode, unique, ino, uid, gid, body, former)
+        request = Request(opcode, unique, ino, uid, gid, body, pid, former)
         if opcode in wire.UNANSWERED:
-            self._forget(request)
+            self._take_note(request)
             return
         handler = self._handlers.get(opcode)
         if handler is None:
@@ -180,13 +187,31 @@ class Device:
             self._nursery.start_soon(self._finish, request, answer)
 
     async def _finish(self, request: Request, waiting: Coroutine[object, object, Answer]) -> None:
-        try:
-            answer = await waiting
-        except Exception as error:
-            self._write(wire.error_reply(request.unique, errno_of(error, request.opcode)))
+        unique = request.unique
+        with trio.CancelScope() as scope:
+            self._waiting[unique] = request.pid, scope
+            try:
+                answer = await waiting
+            except Exception as error:
+                self._write(wire.error_reply(unique, errno_of(error, request.opcode)))
+                return
+            finally:
+                del self._waiting[unique]
+        if scope.cancelled_caught:
+            self._write(wire.error_reply(unique, errno.EINTR))
             return
         self._reply(request, answer)
         self._replied = time.perf_counter()
+
+    async def _end_with(self, unique: int) -> None:
+        """Somebody who waits for an answer got a signal. Only a deadly one ends the waiting, as on a local filesystem;
+        the kernel tells of the first signal alone, so look again for as long as it lasts."""
+        while unique in self._waiting:
+            pid, scope = self._waiting[unique]
+            if is_being_killed(pid):
+                scope.cancel()
+                return
+            await trio.sleep(KILL_LOOK)
 
     def _reply(self, request: Request, answer: Answer) -> None:
         unique = request.unique
@@ -205,14 +230,16 @@ class Device:
             self._server.closed(fh)
             self._table.remove(fh)
 
-    def _forget(self, request: Request) -> None:
+    def _take_note(self, request: Request) -> None:
         try:
-            if request.opcode == wire.Op.FORGET:
+            if request.opcode == wire.Op.INTERRUPT:
+                self._nursery.start_soon(self._end_with, wire.U64.unpack_from(request.body)[0])
+            elif request.opcode == wire.Op.FORGET:
                 self._server.forget([request.ino])
             elif request.opcode == wire.Op.BATCH_FORGET:
                 self._server.forget(wire.parse_batch_forget(request.body))
         except Exception:
-            log.exception("forget failed")
+            log.exception("opcode %d failed", request.opcode)
 
     def _write(self, packet: bytes) -> bool:
         """False when the kernel no longer waits for this reply."""
@@ -225,6 +252,18 @@ class Device:
                 log.error("a reply of %d bytes was refused by the kernel: %s", len(packet), error)
             return False
         return True
+
+
+def is_being_killed(pid: int) -> bool:
+    """Whether SIGKILL awaits this thread (proc(5), SigPnd and ShdPnd) or it is gone; False for pid 0."""
+    if not pid:
+        return False
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
+            pending = [int(line.split()[1], 16) for line in status if line.startswith(("SigPnd:", "ShdPnd:"))]
+    except OSError:
+        return True
+    return any(signals >> (signal.SIGKILL - 1) & 1 for signals in pending)
 
 
 def errno_of(error: Exception, opcode: int) -> int:
