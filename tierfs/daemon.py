@@ -20,7 +20,7 @@ import trio
 from tierfs.catalog import Catalog
 from tierfs.control.protocol import MountRecord, mount_directory
 from tierfs.control.server import serve_control
-from tierfs.errors import MountError, TierError, TierfsError
+from tierfs.errors import MountError, NotDurableInTime, TierError, TierfsError
 from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.namespace import Namespace
 from tierfs.fs.open_files import OpenFiles
@@ -33,7 +33,7 @@ from tierfs.fuse.keeper import mount_number, run_keeper, unmount_fuse
 from tierfs.fuse.requests import Requests
 from tierfs.migrator.migrator import Migrator
 from tierfs.migrator.recovery import reclaim_orphans, recover_lost_memory
-from tierfs.operations import Operations
+from tierfs.operations import UNDRAINED, Operations
 from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy
 from tierfs.state import CATALOG, state_lock
@@ -118,7 +118,10 @@ class Daemon:
         files.orphans.update(self.catalog.orphans())
         names = Namespace(self.catalog, files)
         operations = Operations(self, names, migrator, space)
-        filesystem = Filesystem(self.catalog, names, files, migrator.wait_durable, operations.virtual_xattrs)
+        flusher = migrator.flusher
+        filesystem = Filesystem(
+            self.catalog, names, files, flusher.wait_durable, flusher.wait_replayed, operations.virtual_xattrs
+        )
         self._take_over(files, names, backing, migrator.archive.storing)
         kernel: Device | adapter.Session
         if self.session:
@@ -217,7 +220,7 @@ class Daemon:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for _ in signals:
                 log.info("asked to stop: draining")
-                await operations.drain_rest()
+                await operations.stop()
                 kernel.terminate()
                 return
 
@@ -248,6 +251,9 @@ def run_mount(
     try:
         mode, why = choose_mode(policy)
         with state_lock(policy.state):
+            undrained = policy.state / UNDRAINED
+            if resume is None:
+                undrained.unlink(missing_ok=True)
             tiers = Tiers.open(policy)
 
             def serve(session: KeeperSession | None) -> int:
@@ -260,15 +266,17 @@ def run_mount(
                     return error.exit_code
 
             if mode == "userspace":
-                return serve(None)
-            return run_keeper(
-                mountpoint,
-                allow_other=policy.allow_other,
-                serve=serve,
-                log=logging.getLogger("tierfs.keeper"),
-                successor=functools.partial(execute_again, config, mountpoint),
-                resume=resume,
-            )
+                code = serve(None)
+            else:
+                code = run_keeper(
+                    mountpoint,
+                    allow_other=policy.allow_other,
+                    serve=serve,
+                    log=logging.getLogger("tierfs.keeper"),
+                    successor=functools.partial(execute_again, config, mountpoint),
+                    resume=resume,
+                )
+            return NotDurableInTime.exit_code if not code and undrained.exists() else code
     except TierfsError as error:
         log.error("%s", error)
         report(json.dumps({"message": str(error), "exit_code": error.exit_code}))

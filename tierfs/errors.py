@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno as _errno
 import os
+from collections.abc import Mapping
 
 
 class TierfsError(Exception):
@@ -13,6 +14,8 @@ class TierfsError(Exception):
     errno: int = _errno.EIO
     exit_code: int = 1
     temporary: bool = False
+    details: Mapping[str, object] | None = None
+    """More than a message can say, for programs."""
 
 
 class ConfigError(TierfsError):

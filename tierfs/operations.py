@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 import os
 import signal
 import stat
@@ -14,14 +17,21 @@ from typing import Any, Protocol
 import trio
 
 from tierfs.catalog import Catalog
-from tierfs.errors import UsageError
+from tierfs.errors import NotDurableInTime, UsageError
 from tierfs.fs.namespace import Namespace
 from tierfs.fs.space import Space
 from tierfs.fuse.handover import KeeperSession
 from tierfs.migrator.migrator import Migrator
 from tierfs.policy.load import load_policy
 from tierfs.policy.model import Policy
-from tierfs.types import ROOT_INO, Attributes, ReplicaState, Usage
+from tierfs.types import ROOT_INO, Attributes, Ino, ReplicaState, Usage
+
+log = logging.getLogger("tierfs")
+
+UNDRAINED = "undrained.json"
+"""In the state directory: what the last mount that ran out of time left in memory."""
+LATE_SHOWN = 10
+"""Late files that status names."""
 
 Json = dict[str, Any]
 Progress = Callable[[int, int, str], Awaitable[None]]
@@ -47,6 +57,10 @@ class Operations:
         self._migrator = migrator
         self._space = space
         self._keep_memory = False
+        self._stop_at: float | None = None
+        self._reported = False
+        self.complete = True
+        """Everything was drained that was to be."""
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -111,6 +125,7 @@ class Operations:
         files, size, oldest = self._host.catalog.backlog()
         session = self._host.session
         opened = self._names.files.measure()
+        late_files, late_bytes = self._host.catalog.late(time.time_ns())
         return {
             "mountpoint": str(self._host.mountpoint),
             "mode": self._host.mode,
@@ -126,9 +141,17 @@ class Operations:
                 "unsynced_bytes": self._host.catalog.unsynced_bytes(self._local()) + sum(opened.values()),
                 "oldest_age_s": max(0.0, (time.time_ns() - oldest) / 1e9) if oldest else 0.0,
                 "rate_bytes_s": self._migrator.pace.rate,
+                "late_files": late_files,
+                "late_bytes": late_bytes,
+                "late": self._late_paths(),
             },
             "held_deletes": {"files": 0, "bytes": 0},
         }
+
+    def _late_paths(self) -> list[str]:
+        """The first of the files past their deadline."""
+        late = self._host.catalog.late_files(time.time_ns(), LATE_SHOWN)
+        return [self._migrator.flusher.path(Ino(ino)) for ino in late]
 
     def _find(self, path: str) -> Attributes:
         names = tuple(part for part in os.fsencode(path).split(b"/") if part not in (b"", b"."))
@@ -162,19 +185,18 @@ class Operations:
 
     def _durable_at(self, attributes: Attributes) -> str | None:
         """The lowest tier on which the current version is durable."""
-        found = {
-            r.tier
-            for r in self._host.catalog.replicas(attributes.ino)
-            if r.version == attributes.version and r.state is ReplicaState.DURABLE
-        }
-        lowest = [tier.name for tier in self._host.policy.tiers if tier.persistent and tier.name in found]
-        return lowest[-1] if lowest else None
+        return self._migrator.flusher.safe_on(attributes)
 
     async def flush(self, args: Json, progress: Progress) -> Json:
         top = self._find(str(args.get("path") or "")).ino
         tier = self._tier_name(args.get("to"))
         timeout = float(args["timeout"]) if args.get("timeout") is not None else float("inf")
-        files, size, lost = await self._migrator.flush(top, tier, timeout, lambda d, t: progress(d, t, "draining"))
+
+        def report(done: int, total: int) -> None:
+            progress(done, total, "drains are paused" if self._migrator.paused else "draining")
+
+        emergency = args.get("emergency") is True
+        files, size, lost = await self._migrator.flusher.flush(top, tier, timeout, report, emergency=emergency)
         return {"files": files, "bytes": size, "tier": tier, **({"lost": lost} if lost else {})}
 
     def _tier_name(self, name: object) -> str:
@@ -259,16 +281,39 @@ class Operations:
 
     # the end of a mount
 
+    async def stop(self) -> None:
+        """The machine or the service manager wants the mount to end: drain what can be drained in ``limits.stop``,
+        the nearest persistent tier first."""
+        if self._stop_at is None:
+            self._stop_at = trio.current_time() + (self._host.policy.limits.stop or math.inf)
+        await self.drain_rest()
+
     async def drain_rest(self) -> None:
-        """Drain what is left, unless the umount asked not to. NotDurableInTime never: there is no timeout."""
+        """Drain what is left, unless the umount asked not to; without a limit of time, except after `stop`. What is not
+        durable then is listed by path in the log and beside it: it is still in memory, for the next mount."""
         if self._keep_memory:
             return
         self._migrator.paused = False
-        await self._migrator.flush(ROOT_INO, self._host.policy.tiers[-1].name, float("inf"))
+        left = math.inf if self._stop_at is None else max(0.0, self._stop_at - trio.current_time())
+        tier = self._host.policy.tiers[-1].name
+        try:
+            await self._migrator.flusher.flush(ROOT_INO, tier, left, emergency=self._stop_at is not None)
+        except NotDurableInTime as error:
+            self.complete = False
+            if not self._reported:
+                self._reported = True
+                self._report(error)
+            self._migrator.give_up()
+
+    def _report(self, error: NotDurableInTime) -> None:
+        details = error.details or {}
+        path = self._host.policy.state / UNDRAINED
+        path.write_text(json.dumps({"at": time.time(), **details}, indent=2) + "\n")
+        log.error("ended before everything was durable: %s; all of it is listed in %s", error, path)
 
     def everything_durable(self) -> bool:
         """Whether the memory tiers hold nothing that a persistent tier lacks."""
-        return not self._keep_memory and self._host.catalog.unsynced_bytes(self._local()) == 0
+        return self.complete and not self._keep_memory and self._host.catalog.unsynced_bytes(self._local()) == 0
 
     # attributes for programs without the CLI
 

@@ -143,6 +143,9 @@ class World:
         async def no_wait(ino: int, version: int, tier: str) -> None:
             pass
 
+        async def no_replay() -> None:
+            pass
+
         self.files = OpenFiles(
             catalog=self.catalog,
             policy=self.policy,
@@ -158,7 +161,7 @@ class World:
         )
         self.files.orphans.update(self.catalog.orphans())
         self.names = Namespace(self.catalog, self.files)
-        self.fs = Filesystem(self.catalog, self.names, self.files, no_wait, lambda attributes: {})
+        self.fs = Filesystem(self.catalog, self.names, self.files, no_wait, no_replay, lambda attributes: {})
 
     def sync(self) -> None:
         self._real_sync()
@@ -268,7 +271,7 @@ class World:
 
     def drain(self, count: int) -> None:
         """Copy some contents that wait."""
-        for ino, version, size, _ in self.catalog.wanted_contents(count):
+        for ino, version, size, *_ in self.catalog.wanted_contents(count):
             if (ino, version) in self.ready or self.archive.storing(ino, version):
                 continue
             source = self.catalog.replica(ino, version, "memory")

@@ -38,14 +38,16 @@ class Parts:
             tier.close()
 
 
-def assemble(top: Path) -> Parts:
+def assemble(top: Path, *, rules: str = "", memory: str = "64MiB", limits: str = "{}") -> Parts:
     policy = parse_policy(
         f"""
 state: {top}/state
 tiers:
-  memory: {{kind: memory, size: 64MiB, path: {top}/memory}}
+  memory: {{kind: memory, size: {memory}, path: {top}/memory}}
   nvme: {{kind: dir, path: {top}/nvme}}
   archive: {{kind: dir, path: {top}/archive}}
+limits: {limits}
+rules: {rules or "[]"}
 """,
         "test",
     )
@@ -75,6 +77,6 @@ tiers:
     )
     migrator.files = files
     names = Namespace(catalog, files)
-    filesystem = Filesystem(catalog, names, files, migrator.wait_durable, lambda _: {})
+    filesystem = Filesystem(catalog, names, files, migrator.wait_durable, migrator.flusher.wait_replayed, lambda _: {})
     requests = Requests(filesystem, lambda: Usage(0, 0, 0))
     return Parts(catalog, stores, tree, migrator, files, names, filesystem, requests)

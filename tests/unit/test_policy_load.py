@@ -85,6 +85,11 @@ def test_defaults() -> None:
     assert policy.limits == Limits(None, 4)
 
 
+def test_a_deadline() -> None:
+    policy = parse_policy(f'{SMALL}rules: [{{match: "**", durable_within: 90s}}]\n', "p.yaml")
+    assert policy.rules[0].durable_within == 90.0
+
+
 def test_state_is_on_the_first_persistent_tier() -> None:
     text = FULL.replace("state: /var/lib/tierfs\n", "")
     assert parse_policy(text, "p.yaml").state == Path("/nvme/data/.tierfs-state")
@@ -134,12 +139,21 @@ MISTAKES = {
     ),
     "layout": ("path: /archive", "layout: tree", 17, "tiers.archive.layout", "layout is not supported in this version"),
     "codec": ("path: /archive", "codec: lz4", 17, "tiers.archive.codec", "codec is not supported in this version"),
-    "durable_within": (
+    "deadline of no unit": (
         "    drain: archive",
-        "    durable_within: 5m",
+        "    durable_within: 5",
         28,
         "rules[1].durable_within",
-        "durable_within is not supported in this version",
+        "has no unit; write 5s",
+    ),
+    "deadline of zero": ("    drain: archive", "    durable_within: 0s", 28, "rules[1].durable_within", "more than 0"),
+    "stop": ("  transfers: 8", "  stop: soon", 32, "limits.stop", "is not a duration"),
+    "deadline without drain": (
+        "    drain: none",
+        "    drain: none\n    durable_within: 5m",
+        22,
+        "rules[0].durable_within",
+        "is a deadline for the last tier, archive, and the files of this rule end on nvme",
     ),
     "unsynced": (
         "  drain: 2GiB/s",

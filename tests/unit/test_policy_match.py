@@ -131,6 +131,7 @@ def test_explain() -> None:
         "close": "ack",
         "fsync": "nvme",
         "drain": "archive",
+        "durable_within": None,
         "keep": {"memory": "none", "nvme": "watermark", "archive": "all"},
         "memory_tiers": ["memory"],
     }
@@ -142,7 +143,7 @@ def test_check_summary() -> None:
     summary = json.loads(json.dumps(check_summary(parse_policy(POLICY, "p.yaml"))))
     assert summary["state"] == "/n/.tierfs-state"
     assert [tier["archive"] for tier in summary["tiers"]] == [False, False, True]
-    assert summary["limits"] == {"drain": 1 << 20, "transfers": 4}
+    assert summary["limits"] == {"drain": 1 << 20, "transfers": 4, "stop": None}
     assert summary["rules"][-1]["match"] == ["**"]
     assert summary["unreachable_rules"] == []
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tierfs.catalog.database import Database
+from tierfs.catalog.deadlines import Deadlines
 from tierfs.errors import FsError
 from tierfs.types import ROOT_INO, Attributes, Ino, OpKind, Replica, ReplicaState
 
@@ -55,7 +55,7 @@ def _replica(row: tuple[int, int, str, int, str, int, bytes | None]) -> Replica:
     return Replica(Ino(row[0]), row[1], row[2], ReplicaState(row[3]), row[4], row[5], row[6])
 
 
-class Catalog(Database):
+class Catalog(Deadlines):
     """The queries, by what they are about. Reads see every transaction that has ended."""
 
     def __init__(self, path: Path) -> None:
@@ -268,6 +268,7 @@ class Catalog(Database):
             self._write("DELETE FROM xattrs WHERE ino=?", (ino,))
             if self._run("SELECT 1 FROM chunks WHERE ino=?", (ino,)).fetchone():
                 self._write("DELETE FROM chunks WHERE ino=?", (ino,))
+            self.drop_deadline(ino)
             self._write("DELETE FROM inodes WHERE ino=? AND nlink=0", (ino,))
 
     # xattrs
@@ -412,10 +413,10 @@ class Catalog(Database):
             (limit,),
         ).fetchall()
 
-    def wanted_contents(self, limit: int) -> list[tuple[int, int, int, int]]:
-        """(ino, version, size, closed in ns) that the archive still wants, oldest close first."""
+    def wanted_contents(self, limit: int) -> list[tuple[int, int, int, int, int]]:
+        """(ino, version, size, closed in ns, place in the oplog) that the archive still wants, oldest close first."""
         return self._run(
-            "SELECT o.ino, o.arg, i.size, o.at_ns FROM oplog o"
+            "SELECT o.ino, o.arg, i.size, o.at_ns, o.seq FROM oplog o"
             " JOIN inodes i ON i.ino=o.ino AND i.version=o.arg AND i.nlink>0 WHERE o.kind=5 ORDER BY o.seq LIMIT ?",
             (limit,),
         ).fetchall()
@@ -432,12 +433,13 @@ class Catalog(Database):
 
     def log(
         self, kind: OpKind, ino: int, now: int, *, parent: int = 0, name: bytes = b"", arg: int = 0, name2: bytes = b""
-    ) -> None:
-        """Append to the oplog; the archive follows in this order."""
+    ) -> int:
+        """Append to the oplog, which the archive follows in this order: the place in it."""
+        seq = self.new_seq()
         self._write(
-            "INSERT INTO oplog VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (self.new_seq(), int(kind), ino, parent, name, arg, name2, now),
+            "INSERT INTO oplog VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (seq, int(kind), ino, parent, name, arg, name2, now)
         )
+        return seq
 
     def operations(self, limit: int) -> list[Operation]:
         rows = self._run(

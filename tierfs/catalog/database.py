@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from tierfs.catalog.journal import SIZE, Journal, Record, Statement, paths
-from tierfs.catalog.schema import FORMAT, SCHEMA
+from tierfs.catalog.schema import ADDED, FORMAT, SCHEMA
 from tierfs.errors import CatalogError
 
 GROUP = 128
@@ -100,6 +100,7 @@ class Database:
             found = self._meta("format")
             if found != FORMAT:
                 raise CatalogError(f"catalog {path} has format {found}, this tierfs reads format {FORMAT}")
+            self._db.executescript(ADDED)
             self._journal = Journal(path.with_name(path.name + "-log"))
             self._recover()
             self._mark_unclean()

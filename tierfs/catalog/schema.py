@@ -1,4 +1,5 @@
-"""Catalog format 5. The comment at each column is the authority on its meaning and sentinels."""
+"""Catalog format 5 and what was added to it since. The comment at each column is the authority on its meaning and
+sentinels."""
 
 from __future__ import annotations
 
@@ -121,3 +122,14 @@ CREATE TABLE intents (
     steps TEXT NOT NULL                 -- migrator.steps.Batch.encode, stored before the first step is taken
 );
 """
+
+ADDED = """
+CREATE TABLE IF NOT EXISTS deadlines (
+    ino     INTEGER PRIMARY KEY,        -- only files whose rule has a deadline; the row goes once the archive has it
+    version INTEGER NOT NULL,           -- another than the inode's current one: superseded, the row means nothing
+    seq     INTEGER NOT NULL,           -- of the CONTENT in the oplog: what lies before it must be published first
+    due_ns  INTEGER NOT NULL            -- wall clock
+);
+CREATE INDEX IF NOT EXISTS deadlines_by_due ON deadlines(due_ns);
+"""
+"""Tables that a catalog of an earlier build of this format lacks: made when it is opened."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import click
 
@@ -11,8 +11,11 @@ from tierfs.cli import render
 from tierfs.cli.inspect import ANSWER_SECONDS, Mountpoint, json_option, mount_at
 from tierfs.control.client import call, find_mount
 from tierfs.control.protocol import Json, MountRecord, list_mounts
-from tierfs.errors import TierfsError
+from tierfs.errors import TierfsError, UsageError
 from tierfs.units import parse_duration
+
+PAUSED = "drains are paused"
+"""What the daemon reports instead of its progress: who waits without a limit should know."""
 
 
 class Duration(click.ParamType[float]):
@@ -29,52 +32,118 @@ class Duration(click.ParamType[float]):
 
 @click.command()
 @click.argument("path", required=False, type=click.Path())
+@click.option("--all", "every", is_flag=True, help="Every mount at once, the nearest persistent tier first.")
 @click.option("--to", metavar="TIER", help="Until durable on this tier.  [default: the last]")
 @click.option("--timeout", type=Duration(), help="Give up after this time, such as 5m, with exit code 3.")
 @json_option
-def flush(path: str | None, to: str | None, timeout: float | None, as_json: bool) -> None:
+def flush(path: str | None, every: bool, to: str | None, timeout: float | None, as_json: bool) -> None:
     """Wait until a file, a directory or all mounts are durable. Exit code 0 means that they are.
+
+    With --all, which is for the minute before a machine goes down, what cannot reach the last tier in time is at least
+    on the nearest one that a reboot leaves alone. What is not durable in time is listed by path, with --json all of it
+    in "missing", each with the tier on which it is durable, if there is one.
 
     \b
     Examples:
       tierfs flush /mnt/ckpt/run42/step-1000
       tierfs flush /mnt/ckpt --to nvme
-      tierfs flush --timeout 5m
+      tierfs flush --all --timeout 25s --json
     """
-    if path is not None:
-        answer = flush_one(*find_mount(path), to, timeout)
-        if as_json:
-            render.print_json(answer)
-        refuse_lost(answer)
-        if not as_json:
-            _say_flushed(path, answer)
+    if path is None:
+        _flush_all(to, timeout, as_json, emergency=every)
         return
-    deadline = None if timeout is None else time.monotonic() + timeout
-    answers = []
-    for record in list_mounts():
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        answers.append(flush_one(record, "", to, left))
-        if not as_json:
-            refuse_lost(answers[-1])
-            _say_flushed(record.mountpoint, answers[-1])
+    if every:
+        raise UsageError("give a path or --all, not both")
+    record, relative = find_mount(path)
+    try:
+        answer = flush_one(record, relative, to, timeout)
+    except TierfsError as error:
+        if as_json and error.details is not None:
+            render.print_json(_failed(error))
+        raise
     if as_json:
-        render.print_json(answers)
-        for answer in answers:
-            refuse_lost(answer)
-    elif not answers:
+        render.print_json(answer)
+    refuse_lost(answer)
+    if not as_json:
+        _say_flushed(path, answer)
+
+
+def _failed(error: TierfsError) -> Json:
+    return {"error": str(error), "exit_code": error.exit_code, **(error.details or {})}
+
+
+def _flush_all(to: str | None, timeout: float | None, as_json: bool, *, emergency: bool) -> None:
+    """All mounts at the same time: one that cannot be drained keeps no other from it. Raises the first error."""
+    records = list_mounts()
+    if not records and not as_json:
         render.say("no tierfs mounts")
+    with render.progress("draining") as progress, ThreadPoolExecutor(max(1, len(records))) as threads:
+        done: dict[str, tuple[int, int]] = {}
+
+        def ask(record: MountRecord) -> Json | TierfsError:
+            def show(now: int, total: int, what: str) -> None:
+                done[record.mountpoint] = now, total
+                progress(sum(n for n, _ in done.values()), sum(t for _, t in done.values()), what)
+
+            try:
+                return _ask_flush(record, "", to, timeout, show, emergency=emergency)
+            except TierfsError as error:
+                return error
+
+        answers = list(threads.map(ask, records))
+    if as_json:
+        render.print_json([_failed(a) if isinstance(a, TierfsError) else a for a in answers])
+    errors = []
+    for record, answer in zip(records, answers, strict=True):
+        if isinstance(answer, TierfsError):
+            errors.append((record, answer))
+            continue
+        try:
+            refuse_lost(answer)
+        except TierfsError as lost:
+            errors.append((record, lost))
+        else:
+            if not as_json:
+                _say_flushed(record.mountpoint, answer)
+    for record, error in errors[1:]:
+        render.note(f"{record.mountpoint}: {error}")
+    if errors:
+        raise errors[0][1]
 
 
 def flush_one(record: MountRecord, relative: str, to: str | None, timeout: float | None) -> Json:
     """Flush with a progress bar. NotDurableInTime names what is missing; what is lost is in the answer."""
+    with render.progress("draining") as progress:
+        return _ask_flush(record, relative, to, timeout, progress)
+
+
+def _ask_flush(
+    record: MountRecord,
+    relative: str,
+    to: str | None,
+    timeout: float | None,
+    progress: render.ProgressCallback,
+    *,
+    emergency: bool = False,
+) -> Json:
     args: Json = {"path": relative}
     if to is not None:
         args["to"] = to
     if timeout is not None:
         args["timeout"] = timeout
-    with render.progress("draining") as progress:
-        limit = None if timeout is None else timeout + ANSWER_SECONDS
-        return call(record, "flush", args, on_progress=progress, timeout=limit)
+    if emergency:
+        args["emergency"] = True
+    limit = None if timeout is None else timeout + ANSWER_SECONDS
+    told = False
+
+    def show(done: int, total: int, what: str) -> None:
+        nonlocal told
+        if what == PAUSED and not told:
+            told = True
+            render.note(f"{record.mountpoint}: drains are paused; `tierfs resume {record.mountpoint}` lets them go on")
+        progress(done, total, what)
+
+    return call(record, "flush", args, on_progress=show if timeout is None else progress, timeout=limit)
 
 
 def refuse_lost(answer: Json) -> None:

@@ -129,6 +129,11 @@ def status(mount: Json) -> None:
         f"({size(drain.get('queued_bytes'))}) queued, oldest {seconds(drain.get('oldest_age_s'))}, "
         f"{size(drain.get('rate_bytes_s'))}/s, {size(drain.get('unsynced_bytes'))} only in memory"
     )
+    if drain.get("late_files"):
+        say(
+            f"past their deadline: {drain['late_files']} files ({size(drain.get('late_bytes'))}), first "
+            + ", ".join(drain.get("late") or [])
+        )
     rows = [
         [
             tier.get("name"),
@@ -196,6 +201,9 @@ def explanation(answer: Json) -> None:
         rows.append((call, tier, meaning))
     stays = f"the file stays on {ack}"
     rows.append(("drain", drain, stays if drain == "none" else f"copied in the background down to {drain}"))
+    if answer["durable_within"] is not None:
+        within = f"{answer['durable_within']:g}s"
+        rows.append(("durable_within", within, "deadline for the last tier: goes first, and status tells when missed"))
     for tier, keep in answer["keep"].items():
         rows.append((f"keep {tier}", keep, _KEEP_MEANS[keep]))
     table(("KEY", "VALUE", "MEANS"), rows)

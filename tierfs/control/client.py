@@ -159,8 +159,10 @@ def _converse(
                         on_progress(done, total, what)
                 case Ok(result):
                     return result
-                case Failure(message, exit_code):
-                    raise _error(message, exit_code)
+                case Failure(message, exit_code, details):
+                    error = _error(message, exit_code)
+                    error.details = details
+                    raise error
     except TimeoutError:
         raise MountError(f"{record.mountpoint}: the daemon did not answer in time; {_see_log(record)}") from None
     except OSError as error:

@@ -49,6 +49,8 @@ class Ok:
 class Failure:
     message: str
     exit_code: int
+    details: Json | None = None
+    """More than the message says, for programs."""
 
 
 Reply = Progress | Ok | Failure
@@ -66,8 +68,9 @@ def encode_reply(reply: Reply) -> bytes:
             return _encode({"progress": {"done": done, "total": total, "what": what}})
         case Ok(result):
             return _encode({"ok": result})
-        case Failure(message, exit_code):
-            return _encode({"error": {"message": message, "exit_code": exit_code}})
+        case Failure(message, exit_code, details):
+            more = {} if details is None else {"details": details}
+            return _encode({"error": {"message": message, "exit_code": exit_code, **more}})
 
 
 def decode_request(line: bytes) -> Request:
@@ -86,8 +89,9 @@ def decode_reply(line: bytes) -> Reply:
             return Progress(done, total, what)
         case {"ok": dict(result)}:
             return Ok(result)
-        case {"error": {"message": str(message), "exit_code": int(exit_code)}}:
-            return Failure(message, exit_code)
+        case {"error": {"message": str(message), "exit_code": int(exit_code), **more}}:
+            details = more.get("details")
+            return Failure(message, exit_code, details if isinstance(details, dict) else None)
         case _:
             raise UsageError("control reply of an unknown form")
 

@@ -156,7 +156,7 @@ async def _run(stream: trio.SocketStream, op: str, handler: Handler, args: Json)
             try:
                 reply = Ok(await handler(args, reporter))
             except TierfsError as error:
-                reply = Failure(str(error), error.exit_code)
+                reply = Failure(str(error), error.exit_code, None if error.details is None else dict(error.details))
             except Exception:
                 log.exception("control request %s failed", op)
                 reply = Failure(f"internal error in {op}; the daemon's log has the details", 1)

@@ -434,14 +434,16 @@ class OpenFiles:
             if name in present:
                 continue
             if name == archive:
-                self.catalog.log(OpKind.CONTENT, closed.ino, now, arg=closed.version)
+                seq = self.catalog.log(OpKind.CONTENT, closed.ino, now, arg=closed.version)
+                if rule.durable_within is not None:
+                    self.catalog.set_deadline(closed.ino, closed.version, seq, due(now, rule))
             else:
                 self.catalog.queue_drain(closed.ino, closed.version, name)
 
     def renamed(self, top: int) -> None:
         """Files at or below ``top`` have new paths, perhaps of a rule that drains further: queue what that asks for.
         What is queued already stays. Inside the transaction of the rename."""
-        if len({rule.lowest for rule in self.policy.rules}) == 1:
+        if len({(rule.lowest, rule.durable_within) for rule in self.policy.rules}) == 1:
             return
         self.catalog.forget_paths()
         now = time.time_ns()
@@ -469,6 +471,16 @@ class OpenFiles:
         }
         present |= self.catalog.queued(attributes.ino, attributes.version, self.policy.tiers[-1].name)
         self.queue_copies(local, rule, now, present)
+        self._hasten(attributes, rule, now)
+
+    def _hasten(self, attributes: Attributes, rule: Rule, now: int) -> None:
+        """Content that waits for the archive already gets the deadline of the file's new rule, if that is earlier."""
+        if rule.durable_within is None:
+            return
+        seq = self.catalog.content_of(attributes.ino, attributes.version)
+        former = self.catalog.deadline(attributes.ino, attributes.version)
+        if seq is not None and (former is None or due(now, rule) < former):
+            self.catalog.set_deadline(attributes.ino, attributes.version, seq, due(now, rule))
 
     async def follow_rules(self) -> None:
         """At a start with other rules or tiers than the last one's, and after a large directory was renamed: queue what
@@ -560,6 +572,11 @@ class OpenFiles:
 
     def locked(self, ino: int) -> InodeLock:
         return InodeLock(self._locks, ino)
+
+
+def due(now: int, rule: Rule) -> int:
+    """The deadline, in ns, of a file of this rule that is closed ``now``."""
+    return now + int((rule.durable_within or 0) * 1e9)
 
 
 def unprivileged(mode: int) -> int:

@@ -140,6 +140,8 @@ class Archive:
                             self.catalog.remove_replica(replica)
             for replica in batch.stored.values():
                 self.catalog.put_replica(replica)
+                if self.catalog.deadline(replica.ino, replica.version) is not None:
+                    self.catalog.drop_deadline(replica.ino)
             self.catalog.drop_operations(batch.last)
             self.catalog.drop_intent()
         self.pending = None

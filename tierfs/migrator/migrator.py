@@ -6,51 +6,37 @@ path of a write or close.
 
 from __future__ import annotations
 
-import errno
-import itertools
 import logging
 import os
-import stat
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
 
 from tierfs.catalog import Catalog
-from tierfs.errors import (
-    CatalogError,
-    ContentMissing,
-    DigestMismatch,
-    FsError,
-    NotDurableInTime,
-    SourceChanged,
-    TierError,
-    UsageError,
-)
+from tierfs.errors import CatalogError, ContentMissing, DigestMismatch, SourceChanged, TierError
 from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive, Ready
 from tierfs.migrator.evict import Evictor
+from tierfs.migrator.flush import Flusher
 from tierfs.migrator.mapped import MappedFiles
 from tierfs.migrator.outage import Outages
 from tierfs.migrator.pace import Pace
+from tierfs.migrator.queue import DrainQueue
 from tierfs.migrator.recall import Recaller
 from tierfs.migrator.throttle import Throttle
 from tierfs.migrator.transfer import Copied, Early, Transfer, copy_to_store, remove_files
-from tierfs.plan.drain import SMALL, Pending, plan_drain
+from tierfs.plan.drain import SMALL, plan_drain
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.tree import TreeStore
-from tierfs.types import Attributes, Ino, Replica, ReplicaState
+from tierfs.types import Replica, ReplicaState
 
 log = logging.getLogger("tierfs.migrator")
 
 BATCH = 512
-QUEUE_WINDOW = 128
 BREATH = 0.02
 """Seconds between two looks at the queues, so that a burst of closes is planned once, not once each."""
-FLUSH_LOOK, FLUSH_BREATH = 128, 0.05
-"""Files, from the front of the queue, that a flush looks at to see how far the drains are, and seconds between."""
 SYNC_SECONDS = 2.0
 EARLY = 64 << 20
 """A file is copied while it is still being written once it has this many bytes: smaller ones are closed soon."""
@@ -72,6 +58,8 @@ class Migrator:
     paused: bool = False
     hurry: int = 0
     """How many flushes wait; while any does, small files do not settle first."""
+    emergency: int = 0
+    """How many of them cannot wait for the archive: the nearest persistent tier comes first."""
     running: dict[tuple[int, int, str], Transfer] = field(default_factory=dict)
     early: dict[tuple[int, int, str], Early] = field(default_factory=dict)
     """Copies of versions that are, or a moment ago were, open for writing; no thread is in them unless ``running``
@@ -95,6 +83,11 @@ class Migrator:
         self.mapped = MappedFiles(self)
         self.throttle = Throttle(self.policy.limits.drain)
         self.pace = Pace(self.throttle)
+        self.queue = DrainQueue(self)
+        self.flusher = Flusher(self)
+        self.durable, self.wait_durable, self.flush = self.flusher.durable, self.flusher.wait_durable, self.flusher.flush
+        self._way_stations = any(tier.persistent for tier in self.policy.tiers[:-1])
+        """Persistent tiers above the archive."""
         self.recaller = Recaller(self)
         self.evictor = Evictor(self)
 
@@ -109,6 +102,20 @@ class Migrator:
         """These bytes are no longer in the catalog: remove them soon."""
         self.doomed.append((tier, key))
         self._kick.set()
+
+    def kick(self) -> None:
+        """Look again at what could start."""
+        self._kick.set()
+
+    def give_up(self) -> None:
+        """The process ends: copies under way are of no use any more."""
+        self.paused = True
+        for transfer in self.running.values():
+            transfer.cancel.set()
+
+    def progress(self) -> trio.Event:
+        """Set when the next copy ends, one way or another."""
+        return self._progress
 
     def _advanced(self) -> None:
         self._progress.set()
@@ -137,6 +144,7 @@ class Migrator:
             nursery.start_soon(self.recaller.run)
             nursery.start_soon(self.pace.run)
             nursery.start_soon(self._sync_now_and_then)
+            nursery.start_soon(self.queue.watch)
             nursery.start_soon(self._watch_writers, nursery)
             while True:
                 began = time.perf_counter()
@@ -188,25 +196,28 @@ class Migrator:
 
     # draining
 
-    def _queue(self) -> list[Pending]:
-        queue: list[Pending] = []
-        if not self.outages.wait(self.archive_name):
-            for ino, version, size, closed in self.catalog.wanted_contents(QUEUE_WINDOW):
-                if (ino, version) not in self.ready and not self.archive.storing(ino, version):
-                    queue.append(Pending(ino, version, self.archive_name, size, closed))
-        for ino, version, tier, size, closed in self.catalog.wanted_drains(QUEUE_WINDOW):
-            if not self.outages.wait(tier):
-                queue.append(Pending(ino, version, tier, size, closed))
-        return queue
-
     def _start_drains(self, nursery: trio.Nursery) -> float:
         slots = self.policy.limits.transfers - len(self.running)
         if slots <= 0:
             return 5.0
         now = time.time_ns()
         small = sum(transfer.size < SMALL for transfer in self.running.values())
-        queue = [p for p in self._queue() if p.ino not in self._quiet and (self.hurry or not self.mapped.waits(p.ino))]
-        plan = plan_drain(queue, self.running.keys(), slots, small, now, hurry=self.hurry > 0, busy=self.pace.busy())
+        queue = [
+            p
+            for p in self.queue.pending()
+            if p.ino not in self._quiet and (self.hurry or not self.mapped.waits(p.ino))
+        ]
+        plan = plan_drain(
+            queue,
+            self.running.keys(),
+            slots,
+            small,
+            now,
+            hurry=self.hurry > 0,
+            busy=self.pace.busy(),
+            archive=self.archive_name if self._way_stations else None,
+            emergency=self.emergency > 0,
+        )
         for pending in plan.start:
             transfer = Transfer(pending.ino, pending.version, pending.tier, pending.size)
             self.running[pending.ino, pending.version, pending.tier] = transfer
@@ -323,9 +334,16 @@ class Migrator:
                     continue
                 if len(self.running) >= self.policy.limits.transfers:
                     return
+                if tier == self.archive_name and not self._archive_may():
+                    continue
                 transfer = Transfer(source.ino, source.version, tier, size)
                 self.running[key] = transfer
                 nursery.start_soon(self._advance_early, transfer, source)
+
+    def _archive_may(self) -> bool:
+        """Whether another copy may go to the archive: the last slot is for the tiers above, see `plan_drain`."""
+        far = sum(tier == self.archive_name for _, _, tier in self.running)
+        return not self._way_stations or far < max(1, self.policy.limits.transfers - 1)
 
     async def _advance_early(self, transfer: Transfer, source: Replica) -> None:
         """One step of a copy ahead of the close. Cancelled, it leaves what it has for the next step."""
@@ -361,7 +379,10 @@ class Migrator:
             await trio.to_thread.run_sync(early.discard)
 
     def _drop_early(self, nursery: trio.Nursery) -> None:
-        """Copies of what was deleted or replaced before it was closed, or before its turn came."""
+        """Copies of what was deleted or replaced before it was closed, before its turn came, or during it."""
+        for key, transfer in self.running.items():
+            if key not in self.early and not self._is_current(*key):
+                transfer.cancel.set()
         for key in [key for key in self.early if not self._is_current(*key)]:
             if key in self.running:
                 self.running[key].cancel.set()
@@ -499,111 +520,3 @@ class Migrator:
         if files:
             for tier, key, error in await trio.to_thread.run_sync(remove_files, self.stores, files):
                 log.info("tier %s: %s stays behind until the next mount: %s", tier, key, error)
-
-    # durability
-
-    def durable(self, ino: int, version: int, tier: str, *, below: bool = False) -> bool:
-        """A verified, synced replica of this version (or a newer one) stands on ``tier`` or below it;
-        ``below`` leaves the tier itself out."""
-        names = [t.name for t in self.policy.tiers]
-        accepted = {t.name for t in self.policy.tiers[names.index(tier) + below :] if t.persistent}
-        return any(
-            r.version >= version and r.state is ReplicaState.DURABLE and r.tier in accepted
-            for r in self.catalog.replicas(ino)
-        )
-
-    async def wait_durable(self, ino: int, version: int, tier: str) -> None:
-        """Returns when the version is durable at ``tier``, or when the file is gone."""
-        self.hurry += 1
-        self._kick.set()
-        try:
-            while not self.durable(ino, version, tier):
-                attributes = self.catalog.attributes(ino)
-                if attributes is None or attributes.nlink == 0:
-                    return
-                if self.is_lost(attributes):
-                    raise FsError(errno.EIO, "its bytes are on no tier any more")
-                await self._progress.wait()
-            await self.sync()
-        finally:
-            self.hurry -= 1
-
-    async def flush(
-        self, top: Ino, tier: str, seconds: float, progress: Callable[[int, int], object] | None = None
-    ) -> tuple[int, int, list[str]]:
-        """Everything at or below ``top`` durable at ``tier``: (files, bytes, lost). NotDurableInTime lists the rest.
-
-        ``lost`` are the paths of files whose bytes a reboot took, which nothing makes durable any more: not waited for.
-
-        Files whose rule ends above ``tier`` count once they are durable where it ends; those that stay in memory do
-        not count. UsageError when ``top`` itself is such a file.
-        """
-        aims = {a.ino: self.files.reachable(a.ino, tier) for a in self.catalog.subtree(top)}
-        if aims.get(top, tier) != tier:
-            path = b"/".join(self.catalog.path_of(top) or ()).decode(errors="replace")
-            raise UsageError(f"{path} stays on {aims[top] or 'memory'}: its rule does not drain it to {tier}")
-        wanted = {ino: aim for ino, aim in aims.items() if aim is not None}
-        for ino in wanted:
-            inode = self.files.inodes.get(ino)
-            if inode is not None and inode.writers:
-                self.files.take_snapshot(inode)
-        found = {a.ino: a for a in self.catalog.subtree(top) if a.ino in wanted}
-        total = sum(a.size for a in found.values())
-        lost: list[Ino] = []
-        missing = dict(found)
-        last = self.catalog.last_operation() if tier == self.archive_name else 0
-        self.hurry += 1
-        for outage in self.outages.values():
-            outage.retry_at = 0.0  # whoever flushes may just have made room
-        self._kick.set()
-        try:
-            with trio.move_on_after(seconds) as scope:
-                left = total
-                while True:
-                    moved = self._progress  # that of before the look: what comes during the pause counts
-                    for ino, attributes in list(itertools.islice(missing.items(), FLUSH_LOOK)):
-                        if (gone := self.is_lost(attributes)) or self._flushed(attributes, wanted[ino]):
-                            if gone:
-                                lost.append(ino)
-                            del missing[ino]
-                            left -= attributes.size
-                    behind = (
-                        tier == self.archive_name and (first := self.catalog.operations(1)) and first[0].seq <= last
-                    )
-                    if progress:
-                        progress(total - left, total)
-                    if not missing and not behind:
-                        await self.sync()
-                        break
-                    await trio.sleep(FLUSH_BREATH)
-                    if len(missing) <= FLUSH_LOOK:
-                        with trio.move_on_after(1):
-                            await moved.wait()
-            if scope.cancelled_caught:
-                missing = {i: a for i, a in missing.items() if not self._flushed(a, wanted[i])}
-                paths = [self._shown(i) for i in list(missing)[:100]]
-                why = "; ".join(f"{name}: {text.error}" for name, text in self.outages.items())
-                raise NotDurableInTime(
-                    f"not durable on {tier} after {seconds:g} s: {', '.join(paths) or 'renames or deletes'}"
-                    + (f" ({why})" if why else " (drains are paused)" if self.paused else "")
-                )
-        finally:
-            self.hurry -= 1
-        return len(found), total, [self._shown(ino) for ino in lost]
-
-    def is_lost(self, attributes: Attributes) -> bool:
-        """Whether a file has a name and no tier anything of it: see `recover_lost_memory`."""
-        ino = attributes.ino
-        if not stat.S_ISREG(attributes.mode) or self.catalog.replicas(ino):
-            return False
-        now = self.catalog.attributes(ino)
-        return now is not None and now.nlink > 0 and not self.archive.storing(ino, attributes.version)
-
-    def _shown(self, ino: Ino) -> str:
-        return b"/".join(self.catalog.path_of(ino) or ()).decode(errors="replace")
-
-    def _flushed(self, wanted: Attributes, tier: str) -> bool:
-        attributes = self.catalog.attributes(wanted.ino)
-        if attributes is None or attributes.nlink == 0:
-            return True
-        return self.durable(wanted.ino, wanted.version, tier)

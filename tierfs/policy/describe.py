@@ -52,7 +52,7 @@ def check_summary(policy: Policy) -> dict[str, object]:
         ],
         "rules": [{"match": list(rule.match)} | _treatment(policy, rule) for rule in policy.rules],
         "unreachable_rules": list(range(first_catch_all + 1, len(policy.rules))),
-        "limits": {"drain": policy.limits.drain, "transfers": policy.limits.transfers},
+        "limits": {"drain": policy.limits.drain, "transfers": policy.limits.transfers, "stop": policy.limits.stop},
     }
 
 
@@ -79,6 +79,7 @@ def _treatment(policy: Policy, rule: Rule) -> dict[str, object]:
         "close": rule.close or "ack",
         "fsync": rule.fsync or "ack",
         "drain": rule.drain or "none",
+        "durable_within": rule.durable_within,
         "keep": {
             tier.name: rule.keep.get(tier.name, Keep.WATERMARK).value if tier is not archive else Keep.ALL.value
             for tier in policy.tiers

@@ -24,7 +24,7 @@ from tierfs.policy.document import nearest as _nearest
 from tierfs.policy.document import quote as _quote
 from tierfs.policy.match import CATCH_ALL, compile_pattern
 from tierfs.policy.model import Keep, Limits, Mode, Policy, Rule, TierConfig, TierKind
-from tierfs.units import parse_percent, parse_rate, parse_size
+from tierfs.units import parse_duration, parse_percent, parse_rate, parse_size
 
 MAX_BYTES = 256 << 10
 """Largest policy file read, in bytes."""
@@ -34,8 +34,8 @@ MAX_TRANSFERS = 64
 
 _POLICY_KEYS = ("mount", "mode", "allow_other", "state", "tiers", "rules", "limits")
 _TIER_KEYS = ("kind", "path", "size", "numa", "huge", "high", "low")
-_RULE_KEYS = ("match", "ack", "close", "fsync", "drain", "keep")
-_LIMIT_KEYS = ("drain", "transfers")
+_RULE_KEYS = ("match", "ack", "close", "fsync", "drain", "keep", "durable_within")
+_LIMIT_KEYS = ("drain", "transfers", "stop")
 _MODES = ("auto", "passthrough", "userspace")
 _KINDS = ("memory", "dir")
 _HUGE = ("never", "within_size", "always", "advise")
@@ -50,7 +50,6 @@ _UNSUPPORTED_TIER = {
     "codec": "remove it (files are stored as they are)",
     "url": _OBJECT,
 }
-_UNSUPPORTED_RULE = {"durable_within": "remove it (drains start as soon as a file is closed)"}
 _UNSUPPORTED_LIMITS = {"unsynced": "remove it (the sizes of the tiers are the limit)"}
 _TOP = TOP
 
@@ -316,7 +315,7 @@ def _rules(at: _At | None, tiers: tuple[TierConfig, ...]) -> tuple[Rule, ...]:
 
 
 def _rule(at: _At, tiers: tuple[TierConfig, ...]) -> Rule:
-    fields = at.mapping(_RULE_KEYS, _UNSUPPORTED_RULE)
+    fields = at.mapping(_RULE_KEYS)
     if "match" not in fields:
         raise at.error("match is missing", 'write a pattern, such as match: "**/*.pt"', key="match")
     order = [tier.name for tier in tiers]
@@ -338,7 +337,20 @@ def _rule(at: _At, tiers: tuple[TierConfig, ...]) -> Rule:
         fsync=_wait(fields.get("fsync"), tiers, ack, lowest),
         drain=drain,
         keep=_keep(fields["keep"], order) if "keep" in fields else {},
+        durable_within=_deadline(fields["durable_within"], lowest, order[-1]) if "durable_within" in fields else None,
     )
+
+
+def _deadline(at: _At, lowest: str, last: str) -> float:
+    seconds = at.unit(parse_duration, "duration", "5m")
+    if seconds <= 0:
+        raise at.error("must be more than 0", "write for example 5m")
+    if lowest != last:
+        raise at.error(
+            f"is a deadline for the last tier, {last}, and the files of this rule end on {lowest}",
+            f"remove it, or drain to {last}",
+        )
+    return seconds
 
 
 def _match(at: _At) -> tuple[str, ...]:
@@ -415,4 +427,5 @@ def _limits(at: _At) -> Limits:
     return Limits(
         drain=fields["drain"].unit(parse_rate, "rate", "2GiB/s") if "drain" in fields else None,
         transfers=fields["transfers"].integer(1, MAX_TRANSFERS) if "transfers" in fields else Limits().transfers,
+        stop=fields["stop"].unit(parse_duration, "duration", "25s") if "stop" in fields else None,
     )

@@ -57,6 +57,8 @@ class Rule:
     """Name of the lowest tier the files go to; None keeps them on the ack tier ("none")."""
     keep: dict[str, Keep]
     """Per tier name; absent means WATERMARK."""
+    durable_within: float | None = None
+    """Seconds after its close within which a file should be on the last tier; None: no deadline."""
 
     @property
     def lowest(self) -> str:
@@ -70,6 +72,8 @@ class Limits:
     """Bytes per second over all drains; None is unlimited."""
     transfers: int = 4
     """Files copied at the same time."""
+    stop: float | None = None
+    """Seconds that a mount which is told to end (SIGTERM) may drain; None: until everything is durable."""
 
 
 @dataclass(frozen=True, slots=True)
