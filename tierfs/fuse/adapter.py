@@ -298,7 +298,7 @@ class Adapter(pyfuse3.Operations):
 
     @_answer
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        await self._fs.fsync_directory(fh >> 32)
+        await self._fs.fsync_directory(fh)
 
 
 def _caller(ctx: pyfuse3.RequestContext) -> Caller:

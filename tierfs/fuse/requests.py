@@ -259,7 +259,7 @@ class Requests:
                 return b"".join(filled)
 
     def fsyncdir(self, request: Request) -> Coroutine[object, object, Answer]:
-        return _then_done(self._fs.fsync_directory())
+        return _then_done(self._fs.fsync_directory(request.ino))
 
 
 _DIRECTORY, _SYMLINK = 0o040000, 0o120777
