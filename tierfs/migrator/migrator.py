@@ -85,7 +85,8 @@ class Migrator:
         self.pace = Pace(self.throttle)
         self.queue = DrainQueue(self)
         self.flusher = Flusher(self)
-        self.durable, self.wait_durable, self.flush = self.flusher.durable, self.flusher.wait_durable, self.flusher.flush
+        self.durable, self.flush = self.flusher.durable, self.flusher.flush
+        self.wait_durable = self.flusher.wait_durable
         self._way_stations = any(tier.persistent for tier in self.policy.tiers[:-1])
         """Persistent tiers above the archive."""
         self.recaller = Recaller(self)
