@@ -62,6 +62,8 @@ class OpenInode:
     """(size, mtime_ns) when fsync or close made the version durable while it stayed open for writing."""
     filling: Filling | None = None
     """Set while the bytes are on their way."""
+    seen: int = 0
+    """Bytes of it when `OpenFiles.measure` looked last."""
 
 
 @dataclass
@@ -105,6 +107,8 @@ class OpenFiles:
     bytes and row stay until the kernel forgets them."""
     outdated: list[int] = field(default_factory=list)
     """Inodes whose mode changed without the kernel's knowing; it is told with the next answer."""
+    grown: int = 0
+    """Bytes by which files open for writing have grown so far, as far as `measure` saw."""
     forgotten: set[int] = field(default_factory=set)
     """Orphans that the kernel forgot while a release of theirs was still on its way."""
     _locks: dict[int, tuple[trio.Lock, list[int]]] = field(default_factory=dict)
@@ -311,6 +315,8 @@ class OpenFiles:
                 status = os.fstat(inode.fd)
                 size = min(status.st_size, 512 * status.st_blocks)
                 found[replica.tier] = found.get(replica.tier, 0) + size
+                self.grown += max(0, size - inode.seen)
+                inode.seen = size
                 growing[replica.tier] = growing.get(replica.tier, 0) + max(0, size - replica.size)
         self.space.growing = growing
         return found

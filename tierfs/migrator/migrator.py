@@ -42,7 +42,7 @@ EARLY = 64 << 20
 """A file is copied while it is still being written once it has this many bytes: smaller ones are closed soon."""
 EARLY_STEP = 16 << 20
 """New bytes that make another step of such a copy worth a thread's while."""
-WATCH_SECONDS = 0.25
+WATCH_SECONDS, WATCH_WRITERS_SECONDS = 0.25, 0.1
 """Between two looks at the files open for writing; with passthrough nobody tells the daemon that they grow."""
 REPLAY_SECONDS = 0.2
 """Between two batches of the archive, so that they grow large; a flush does not wait for it."""
@@ -311,11 +311,15 @@ class Migrator:
     async def _watch_writers(self, nursery: trio.Nursery) -> None:
         while True:
             began = time.perf_counter()
-            if self.files.measure() and self.evictor.wanted():
+            writers = bool(self.files.measure())
+            full = writers and self.evictor.wanted()
+            if full:
                 self._kick.set()
+            self.pace.written(self.files.grown, room=not full and not self.hurry)
             if not self.paused:
                 self._start_early(nursery)
-            await trio.sleep(max(WATCH_SECONDS, 100 * (time.perf_counter() - began)))
+            pause = WATCH_WRITERS_SECONDS if writers else WATCH_SECONDS
+            await trio.sleep(max(pause, 100 * (time.perf_counter() - began)))
 
     def _start_early(self, nursery: trio.Nursery) -> None:
         """Copy from large files open for writing, with the slots that closed ones leave."""

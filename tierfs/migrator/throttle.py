@@ -15,16 +15,19 @@ class Throttle:
         self._lock = threading.Lock()
         self._free_at = 0.0
         self.total = 0
+        self.courtesy: int | None = None
+        """A lower rate for the time being, in bytes per second."""
 
     def __call__(self, size: int, cancel: threading.Event | None = None) -> None:
         """``cancel`` ends the wait: who asks a copy to stop must not wait for its turn."""
         with self._lock:
             self.total += size
-            if self._rate is None:
+            rates = [rate for rate in (self._rate, self.courtesy) if rate is not None]
+            if not rates:
                 return
             now = time.monotonic()
             start = max(now, self._free_at)
-            self._free_at = start + size / self._rate
+            self._free_at = start + size / min(rates)
         if start <= now:
             return
         if cancel is None:
