@@ -1,4 +1,4 @@
-"""mount/ on a real mount: what systemd and mount(8) do with it."""
+"""mount/ on a real mount: what systemd and mount(8) do with it; a daemon that does not answer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import tierfs
 from tests.mount.conftest import MODES, Mounter, eventually
-from tierfs.testing.mounting import is_mounted
+from tierfs.testing.mounting import TestMount, is_mounted
 
 HELPER = Path(__file__).parents[2] / "mount" / "mount.tierfs"
 
@@ -116,3 +117,21 @@ def test_a_line_in_fstab_mounts(mounter: Mounter, mode: str, tmp_path: Path) -> 
             pytest.skip(f"no overlay to install the helper with: {done.stderr}")
         assert (done.returncode, done.stderr) == (0, "")
         assert (mnt.archive / "file").read_text() == "written\n"
+
+
+def test_what_asks_a_stopped_daemon_ends_with_one_clear_message(mnt: TestMount) -> None:
+    path = mnt.path / "file"
+    path.write_bytes(b"x")
+    pid = mnt.daemon_pid()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for arguments in (["status", mnt.path], ["info", path], ["resume", mnt.path]):
+            started = time.monotonic()
+            answer = mnt.cli(*arguments, check=False, timeout=40)
+            assert answer.code == 1, answer
+            assert f"kill -CONT {pid}" in answer.err
+            assert answer.err.count("\n") == 1
+            assert time.monotonic() - started < 30
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    mnt.info(path)

@@ -308,6 +308,28 @@ def test_check_and_explain(config: Path, mnt: Path, capsys: Capture) -> None:
         assert run("explain", config, path) == 2
 
 
+@pytest.mark.parametrize("command", ["check", "mount"])
+def test_memory_that_the_machine_does_not_have_is_refused(config: Path, capsys: Capture, command: str) -> None:
+    own = config.read_text().replace(f"path: {config.parent}/memory, size: 1MiB", "size: 64TiB")
+    config.write_text(own)
+    assert run(command, config) == 2
+    err = capsys.readouterr().err
+    assert "tiers.memory.size: is more than the" in err
+    assert err.count("\n") == 1
+
+
+def test_info_leaves_names_and_digests_to_programs(daemon: FakeDaemon, mnt: Path, capsys: Capture) -> None:
+    replica = {"tier": "nvme", "version": 2, "state": "durable", "bytes": 5, "key": "2-1abc", "digest": "d1" * 16}
+    daemon.answers["info"] = {"path": "a.pt", "size": 5, "version": 2, "replicas": [replica], "durable": "nvme"}
+    assert run("info", mnt / "a.pt") == 0
+    out = capsys.readouterr().out
+    assert "nvme" in out
+    assert "2-1abc" not in out
+    assert "d1d1" not in out
+    assert run("info", mnt / "a.pt", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["replicas"] == [replica]
+
+
 def test_a_bad_policy_exits_2_with_its_line(config: Path, capsys: Capture) -> None:
     config.write_text(config.read_text().replace("1MiB", "1M"))
     for command in (["check", config], ["mount", config], ["explain", config, "a"], ["mount", "/nowhere.yaml"]):

@@ -282,6 +282,34 @@ def test_find_mount_walks_up(record: MountRecord, tmp_path: Path) -> None:
         find_mount(tmp_path)
 
 
+def test_find_mount_looks_at_nothing_on_a_mount(
+    record: MountRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look would wait for the daemon, and not for the seconds that the command allows it."""
+    mnt = tmp_path / "mnt"
+    for number in range(client.LINKS_MAX):
+        (tmp_path / f"link{number}").symlink_to(f"link{number + 1}")
+    (tmp_path / f"link{client.LINKS_MAX}").symlink_to("mnt")
+    (tmp_path / "up").mkdir()
+    (tmp_path / "up" / "deep").symlink_to(f"../{mnt.name}/a/../b")
+    real = os.readlink
+
+    def readlink(path: str) -> str:
+        assert not Path(path).is_relative_to(mnt), path
+        return real(path)
+
+    monkeypatch.setattr(os, "readlink", readlink)
+    for look in ("stat", "lstat"):
+        monkeypatch.setattr(os, look, lambda *args, **kwargs: pytest.fail("looks"))
+    assert find_mount(mnt) == (record, "")
+    assert find_mount(mnt / "a" / "b") == (record, "a/b")
+    assert find_mount(tmp_path / "link1" / "a") == (record, "a")
+    assert find_mount(tmp_path / "up" / "deep" / "c") == (record, "b/c")
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="not on a tierfs mount"):
+        find_mount(tmp_path / "link0" / "a")
+
+
 def test_a_long_mountpoint_works(record: MountRecord, tmp_path: Path) -> None:
     long = MountRecord("/" + "m" * 230, "/c", "/s", None, os.getpid(), "userspace")
     long.write()

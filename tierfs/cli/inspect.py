@@ -16,6 +16,7 @@ from tierfs.errors import TierfsError, UsageError
 from tierfs.policy.describe import check_summary, remarks
 from tierfs.policy.describe import explain as explain_path
 from tierfs.policy.load import check_paths, load_policy
+from tierfs.policy.machine import Machine, check_machine
 from tierfs.policy.model import Policy
 
 ANSWER_SECONDS = 10.0
@@ -38,6 +39,18 @@ class Mountpoint(click.ParamType[str]):
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         found = [record.mountpoint for record in list_mounts() if record.mountpoint.startswith(incomplete)]
         return [CompletionItem(name) for name in found] or [CompletionItem(incomplete, type="file")]
+
+
+class MountedPath(click.ParamType[str]):
+    """A path on a mount, that may be one of which the daemon does not answer: click's own type would look at it."""
+
+    name = "path"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
 
 
 def mount_at(mountpoint: str) -> MountRecord:
@@ -82,7 +95,7 @@ def _status_or_error(record: MountRecord) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("path", type=click.Path())
+@click.argument("path", type=MountedPath())
 @json_option
 def info(path: str, as_json: bool) -> None:
     """Show where the versions of a file are and which tier holds it durably.
@@ -108,13 +121,14 @@ def check(config: Path, as_json: bool) -> None:
     """
     policy = load_policy(config)
     check_paths(policy)
+    check_machine(policy, Machine.this())
     summary = check_summary(policy)
     summary["remarks"] = [*remarks(policy), *_remarks_on_this_machine(policy)]
     render.print_json(summary) if as_json else render.policy(summary)
 
 
 def _remarks_on_this_machine(policy: Policy) -> list[str]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = Machine.this().memory
     found = [
         f"tier {tier.name} may take {render.size(tier.size)} of this machine's {render.size(memory)} of memory"
         for tier in policy.tiers

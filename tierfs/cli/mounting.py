@@ -26,6 +26,7 @@ from tierfs.control.client import call
 from tierfs.control.protocol import MountRecord, list_mounts, mount_table, pid_alive
 from tierfs.errors import MountError, NotDurableInTime, TierfsError, UsageError
 from tierfs.policy.load import check_paths, load_policy
+from tierfs.policy.machine import Machine, check_machine
 from tierfs.policy.model import Policy
 
 RESTART_SECONDS = 30.0
@@ -60,6 +61,7 @@ def mount(config: Path, mountpoint: Path | None, foreground: bool, resume: int |
         return _resume(policy, target, config, resume)
     check_not_mounted(target)
     check_paths(policy)
+    check_machine(policy, Machine.this())
     check_empty(target)
     return _in_foreground(policy, target, config) if foreground else _in_background(policy, target, config)
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import click
 
 from tierfs.cli import render
-from tierfs.cli.inspect import ANSWER_SECONDS, Mountpoint, json_option, mount_at
+from tierfs.cli.inspect import ANSWER_SECONDS, MountedPath, Mountpoint, json_option, mount_at
 from tierfs.control.client import call, find_mount
 from tierfs.control.protocol import Json, MountRecord, list_mounts
 from tierfs.errors import TierfsError, UsageError
@@ -31,7 +31,7 @@ class Duration(click.ParamType[float]):
 
 
 @click.command()
-@click.argument("path", required=False, type=click.Path())
+@click.argument("path", required=False, type=MountedPath())
 @click.option("--all", "every", is_flag=True, help="Every mount at once, the nearest persistent tier first.")
 @click.option("--to", metavar="TIER", help="Until durable on this tier.  [default: the last]")
 @click.option("--timeout", type=Duration(), help="Give up after this time, such as 5m, with exit code 3.")
@@ -167,7 +167,7 @@ def _paths(help: str) -> Callable[[Callable[..., None]], click.Command]:
     """A command that takes paths and prints one answer; ``help`` ends with its examples."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
-        paths = click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
+        paths = click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=MountedPath())
         return click.command(help=help)(paths(json_option(function)))
 
     return decorate

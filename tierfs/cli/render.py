@@ -149,14 +149,13 @@ def status(mount: Json) -> None:
 
 
 def info(answer: Json) -> None:
-    """One file's versions and replicas."""
+    """One file's versions and replicas; their names on the tiers and their digests are for programs."""
     say(f"{answer.get('path')}: {size(answer.get('size'))}, version {answer.get('version')}")
     say(f"durable on: {answer.get('durable') or 'no tier yet'}")
     rows = [
-        [r.get("tier"), r.get("version"), r.get("state"), size(r.get("bytes")), r.get("digest"), r.get("key")]
-        for r in answer.get("replicas") or []
+        [r.get("tier"), r.get("version"), r.get("state"), size(r.get("bytes"))] for r in answer.get("replicas") or []
     ]
-    table(("TIER", "VERSION", "STATE", "BYTES", "DIGEST", "KEY"), rows, right=("VERSION", "BYTES"))
+    table(("TIER", "VERSION", "STATE", "SIZE"), rows, right=("VERSION", "SIZE"))
 
 
 def policy(summary: Json) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 from tierfs.control.protocol import (
@@ -19,11 +19,16 @@ from tierfs.control.protocol import (
     encode_request,
     list_mounts,
     mount_table,
+    process_state,
 )
 from tierfs.errors import MountError, NotDurableInTime, TierfsError, UsageError
 
 CONNECT_SECONDS = 5.0
 """How long a daemon that is being restarted may take to answer again."""
+STOPPED_SECONDS = 2.0
+"""How long a daemon may be stopped (SIGSTOP) until a call with a timeout gives up before that."""
+LINKS_MAX = 40
+"""Symlinks followed in one path, as many as the kernel follows."""
 _ATTEMPTS = 3
 _NOT_REPEATED = frozenset({"restart"})
 """Operations that end the daemon: the connection's end says that they worked."""
@@ -68,14 +73,14 @@ def find_mount(path: str | Path) -> tuple[MountRecord, str]:
     A symlink at the end of ``path`` is not followed, unless the path is on no mount otherwise. UsageError when no
     mount is there.
     """
-    absolute = os.path.abspath(path)
-    plain = os.path.join(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
     mounts = {record.mountpoint: record for record in list_mounts()}
-    for candidate in (absolute, plain, os.path.realpath(absolute)):
+    absolute = os.path.abspath(path)
+    for candidate in _readings(absolute, mounts):
         for ancestor in _upwards(candidate):
             if ancestor in mounts:
                 relative = os.path.relpath(candidate, ancestor)
                 return mounts[ancestor], "" if relative == "." else relative
+    plain = os.path.join(_resolve(os.path.dirname(absolute), mounts), os.path.basename(absolute))
     types = mount_table()
     for ancestor in _upwards(plain):
         if types.get(ancestor) == "fuse.tierfs":
@@ -88,6 +93,38 @@ def _record_at(mountpoint: str) -> MountRecord:
     if relative:
         raise UsageError(f"{mountpoint} is not a mountpoint but lies in the mount {record.mountpoint}")
     return record
+
+
+def _readings(absolute: str, mounts: Container[str]) -> Iterator[str]:
+    """What a path may mean, the likeliest first; a symlink is followed only when the one before is on no mount."""
+    yield absolute
+    yield os.path.join(_resolve(os.path.dirname(absolute), mounts), os.path.basename(absolute))
+    yield _resolve(absolute, mounts)
+
+
+def _resolve(path: str, mounts: Container[str]) -> str:
+    """``path`` without symlinks on the way to the first of ``mounts``; what is in that stays as it is: a look there
+    would wait for the daemon, which may be what does not answer."""
+    done, rest, links = "/", [name for name in reversed(path.split("/")) if name], 0
+    while rest:
+        name = rest.pop()
+        if name == "..":
+            done = os.path.dirname(done)
+        elif name != ".":
+            here = os.path.join(done, name)
+            if here in mounts:
+                return os.path.normpath(os.path.join(here, *reversed(rest)))
+            try:
+                target = os.readlink(here)
+            except OSError:
+                done = here
+                continue
+            links += 1
+            if links > LINKS_MAX:
+                return path
+            done = "/" if target.startswith("/") else done
+            rest += [name for name in reversed(target.split("/")) if name]
+    return done
 
 
 def _upwards(path: str) -> Iterator[str]:
@@ -103,23 +140,26 @@ def _connect(record: MountRecord, deadline: float | None) -> socket.socket:
         until = min(until, deadline)
     while True:
         try:
-            return _connect_once(record)
+            return _connect_once(record, max(0.05, until - time.monotonic()))
         except PermissionError:
             raise MountError(f"{record.mountpoint}: permission denied; the mount belongs to another user") from None
         except OSError as error:
             if time.monotonic() >= until:
                 raise MountError(
-                    f"{record.mountpoint}: the daemon does not answer ({error.strerror}); {_see_log(record)}"
+                    f"{record.mountpoint}: the daemon does not answer ({error.strerror or error}); {_what_now(record)}"
                 ) from None
         time.sleep(0.05)
 
 
-def _connect_once(record: MountRecord) -> socket.socket:
-    """Through the directory's descriptor: a socket's path has at most 107 bytes."""
+def _connect_once(record: MountRecord, seconds: float) -> socket.socket:
+    """Through the directory's descriptor: a socket's path has at most 107 bytes. OSError when a daemon that is not
+    there to accept has no room for another connection for so long."""
     directory = os.open(record.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
+        connection.settimeout(seconds)
         connection.connect(f"/proc/self/fd/{directory}/{record.socket.name}")
+        connection.settimeout(None)
     except BaseException:
         connection.close()
         raise
@@ -137,15 +177,14 @@ def _converse(
 ) -> Json:
     data = bytearray()
     try:
-        _limit(connection, deadline)
+        connection.settimeout(_patience(deadline))
         connection.sendall(request)
         while True:
             end = data.find(b"\n")
             while end < 0:
                 if len(data) > MAX_LINE:
                     raise MountError(f"{record.mountpoint}: the daemon's answer is too long")
-                _limit(connection, deadline)
-                part = connection.recv(1 << 16)
+                part = _receive(connection, record, deadline)
                 if not part:
                     raise _Interrupted
                 end = part.find(b"\n")
@@ -164,17 +203,34 @@ def _converse(
                     error.details = details
                     raise error
     except TimeoutError:
-        raise MountError(f"{record.mountpoint}: the daemon did not answer in time; {_see_log(record)}") from None
+        raise MountError(f"{record.mountpoint}: the daemon did not answer in time; {_what_now(record)}") from None
     except OSError as error:
         raise _Interrupted from error
 
 
-def _limit(connection: socket.socket, deadline: float | None) -> None:
-    if deadline is not None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        connection.settimeout(left)
+def _receive(connection: socket.socket, record: MountRecord, deadline: float | None) -> bytes:
+    """The next bytes. With a deadline also TimeoutError, when that has passed or the daemon is stopped."""
+    while True:
+        connection.settimeout(_patience(deadline))
+        try:
+            return connection.recv(1 << 16)
+        except TimeoutError:
+            if _stopped(record):
+                raise
+
+
+def _patience(deadline: float | None) -> float | None:
+    """Seconds to wait until the next look at what keeps the daemon. TimeoutError when the deadline has passed."""
+    if deadline is None:
+        return None
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return min(left, STOPPED_SECONDS)
+
+
+def _stopped(record: MountRecord) -> bool:
+    return process_state(record.daemon_pid) in (b"T", b"t")
 
 
 def _error(message: str, exit_code: int) -> TierfsError:
@@ -182,6 +238,13 @@ def _error(message: str, exit_code: int) -> TierfsError:
     error = kind(message)
     error.exit_code = exit_code
     return error
+
+
+def _what_now(record: MountRecord) -> str:
+    """Where to look when the daemon of a mount does not answer."""
+    if _stopped(record):
+        return f"its process {record.daemon_pid} is stopped: `kill -CONT {record.daemon_pid}` lets it go on"
+    return _see_log(record)
 
 
 def _see_log(record: MountRecord) -> str:

@@ -236,13 +236,18 @@ def list_mounts() -> list[MountRecord]:
 
 def pid_alive(pid: int) -> bool:
     """Whether the process runs; one that is only waiting to be reaped does not."""
+    return process_state(pid) not in (b"Z", b"X", b"")
+
+
+def process_state(pid: int) -> bytes:
+    """The letter that proc(5) gives the process's state; empty when there is none, "?" when it is not ours to know."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+            return file.read().rpartition(b")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return b""
     except OSError:
-        return True
+        return b"?"
 
 
 def mount_table() -> dict[str, str]:

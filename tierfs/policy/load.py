@@ -146,6 +146,12 @@ def check_paths(policy: Policy) -> None:
     _check_state(policy, mount, seen, refuse)
 
 
+def refusal(policy: Policy, key: str, problem: str, remedy: str) -> ConfigError:
+    """The error about ``key`` of a policy that was read before, with the line where it stands now."""
+    lines, _ = _source_lines(policy.source)
+    return _error(policy.source, lines.get(key, 1), key, problem, remedy)
+
+
 class _Refuse(Protocol):
     def __call__(self, key: str, problem: str, remedy: str, collides: str = ...) -> ConfigError: ...
 
