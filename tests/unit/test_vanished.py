@@ -118,15 +118,19 @@ def at_first_open(
 
 
 def drain(parts: Parts, seen: trio.Event | None = None) -> None:
-    """Run the migrator until this was seen and everything is on the archive."""
+    """Run the migrator until this was seen and everything is on every tier that is to have it."""
+    migrator = parts.migrator
 
     async def use() -> None:
+        migrator.hurry += 1
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(parts.migrator.run)
+            nursery.start_soon(migrator.run)
             with trio.fail_after(20):
                 if seen is not None:
                     await seen.wait()
-                await parts.migrator.flush(ROOT_INO, "archive", 20)
+                await migrator.flush(ROOT_INO, "archive", 20)
+                while migrator.running or parts.catalog.wanted_drains(1):
+                    await migrator._progress.wait()
             nursery.cancel_scope.cancel()
 
     trio.run(use)
