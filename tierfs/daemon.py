@@ -98,8 +98,8 @@ class Daemon:
             except (TierError, OSError) as error:
                 log.info("%s; the archive continues later", error)
         probes = self.tiers.probes()
-        archive = RemoteProbe(probes[self.tiers.tree.name])
-        space = Space(self.policy, {**probes, self.tiers.tree.name: archive}, self.catalog.tier_bytes)
+        disks = {tier.name: RemoteProbe(probes[tier.name]) for tier in self.policy.tiers if tier.persistent}
+        space = Space(self.policy, {**probes, **disks}, self.catalog.tier_bytes)
         backing = BackingIds(self.session.device_fd) if self.session else None
         files = OpenFiles(
             catalog=self.catalog,
@@ -113,6 +113,7 @@ class Daemon:
             changed=migrator.changed,
             quiesce=migrator.quiesce,
             discard=migrator.discard,
+            lanes=migrator.lanes,
         )
         migrator.files = files
         files.orphans.update(self.catalog.orphans())
@@ -132,7 +133,8 @@ class Daemon:
             )
         try:
             async with trio.open_nursery() as nursery:
-                await nursery.start(archive.watch)
+                for probe in disks.values():
+                    await nursery.start(probe.watch)
                 nursery.start_soon(migrator.run)
                 nursery.start_soon(files.follow_rules)
                 if not self.catalog.was_clean:

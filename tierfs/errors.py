@@ -63,6 +63,13 @@ class TierError(TierfsError):
         return cls(f"tier {tier}: {action}: {os.strerror(code)}", errno=code)
 
 
+class NoAnswer(TierError):
+    """A call into a tier did not come back in time. Its thread is still in there, and so is what it works on."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, errno=_errno.ETIMEDOUT)
+
+
 class ContentMissing(TierError):
     """A file that was copied to the archive is neither where it waited nor where it belongs: someone removed it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -95,12 +96,15 @@ class Operations:
         ``open``: in files being written, ``opened`` bytes. ``used`` is their sum and what a recall has reserved."""
         config = self._host.policy.tier(name)
         sums = self._host.catalog.tier_sums(name)
-        error = self._migrator.last_errors.get(name) if name in self._migrator.outages else None
+        outages = self._migrator.outages
+        outage = outages.get(name)
+        error, silent = (outage.error, outage.silent) if outage else (None, self._migrator.lanes[name].hangs)
         try:
             usage = self._space.usage(name)
         except OSError as failure:
             usage = Usage(0, 0, 0)
             error = error or str(failure)
+            silent = silent or failure.errno == errno.ETIMEDOUT
         closed = sums.get(ReplicaState.DURABLE, 0) + sums.get(ReplicaState.WRITTEN, 0)
         persistent = [tier.name for tier in self._host.policy.tiers if tier.persistent]
         clean = self._host.catalog.clean_bytes(name, persistent)
@@ -112,8 +116,11 @@ class Operations:
             "clean": clean,
             "dirty": closed - clean,
             "open": opened,
-            "state": "failing" if error else "ok",
+            "state": "down" if silent else "failing" if error else "ok",
             "last_error": error,
+            "breaker": outages.state(name).value,
+            "retry_in_s": max(0.0, outage.retry_at - trio.current_time()) if outage else None,
+            "hung_calls": self._migrator.lanes[name].given_up,
         }
 
     def _local(self) -> list[str]:

@@ -23,6 +23,7 @@ from tierfs.tiers.copy import CHUNK
 
 SIZE = 25 * CHUNK + 12345
 LAST = SIZE // CHUNK
+SHORT = {"limits": {"read_timeout": "1s"}}
 DAMAGE = r"tier archive: .*(not those that were written|has \d+ bytes)"
 
 
@@ -299,10 +300,9 @@ def test_truncated_replica_is_never_served(mounter: Mounter, data: bytes, mode: 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_archive_that_does_not_answer_gives_eio(
-    mounter: Mounter, seam: Seam, monkeypatch: pytest.MonkeyPatch, data: bytes, mode: str
+    mounter: Mounter, seam: Seam, data: bytes, mode: str
 ) -> None:
-    monkeypatch.setenv("TIERFS_TEST_READ_SECONDS", "1")
-    with mounter(mode, allow_log=["nothing came for 1 s"]) as mnt, mnt.abort_after(TEST_LIMIT):
+    with mounter(mode, extra=SHORT, allow_log=["nothing came for 1 s"]) as mnt, mnt.abort_after(TEST_LIMIT):
         path = cold(mnt, data)
         seam.hold()
         with path.open("rb", buffering=0) as file:
@@ -315,10 +315,9 @@ def test_archive_that_does_not_answer_gives_eio(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY])
 def test_an_open_that_needs_the_whole_file_gives_up_too(
-    mounter: Mounter, seam: Seam, monkeypatch: pytest.MonkeyPatch, mode: str, flags: int
+    mounter: Mounter, seam: Seam, mode: str, flags: int
 ) -> None:
-    monkeypatch.setenv("TIERFS_TEST_READ_SECONDS", "1")
-    with mounter(mode, allow_log=["nothing came for 1 s"]) as mnt, mnt.abort_after(TEST_LIMIT):
+    with mounter(mode, extra=SHORT, allow_log=["nothing came for 1 s"]) as mnt, mnt.abort_after(TEST_LIMIT):
         path = cold(mnt, b"small" * 1000)
         seam.hold()
         with pytest.raises(OSError, match="Input/output error"):
@@ -332,10 +331,10 @@ def test_an_open_that_needs_the_whole_file_gives_up_too(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_absent_archive_gives_eio_then_comes_back(
-    mounter: Mounter, seam: Seam, monkeypatch: pytest.MonkeyPatch, data: bytes, mode: str
+    mounter: Mounter, seam: Seam, data: bytes, mode: str
 ) -> None:
-    monkeypatch.setenv("TIERFS_TEST_READ_SECONDS", "1")
-    with mounter(mode, allow_log=["nothing came for 1 s .*No such file"]) as mnt, mnt.abort_after(TEST_LIMIT):
+    noise = ["nothing came for 1 s .*No such file"]
+    with mounter(mode, extra=SHORT, allow_log=noise) as mnt, mnt.abort_after(TEST_LIMIT):
         path = cold(mnt, data)
         (mnt.archive / "model.pt").rename(mnt.archive / "elsewhere")
         with path.open("rb", buffering=0) as file:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tierfs.catalog import Catalog
 from tierfs.fs.filesystem import Filesystem
@@ -38,7 +40,15 @@ class Parts:
             tier.close()
 
 
-def assemble(top: Path, *, rules: str = "", memory: str = "64MiB", limits: str = "{}") -> Parts:
+def assemble(
+    top: Path,
+    wrap: Callable[[Any], Any] = lambda tier: tier,
+    *,
+    rules: str = "",
+    memory: str = "64MiB",
+    limits: str = "{}",
+) -> Parts:
+    """``wrap`` is called with each tier but memory once it is prepared, for something to be used in its place."""
     policy = parse_policy(
         f"""
 state: {top}/state
@@ -59,6 +69,7 @@ rules: {rules or "[]"}
     tree = TreeStore("archive", top / "archive")
     for tier in (*stores.values(), tree):
         tier.prepare()
+    stores["nvme"], tree = wrap(stores["nvme"]), wrap(tree)
     migrator = Migrator(catalog, policy, stores, tree)
     probes = {**{name: store.usage for name, store in stores.items()}, "archive": tree.usage}
     space = Space(policy, probes, catalog.tier_bytes)
@@ -74,6 +85,7 @@ rules: {rules or "[]"}
         changed=migrator.changed,
         quiesce=migrator.quiesce,
         discard=migrator.discard,
+        lanes=migrator.lanes,
     )
     migrator.files = files
     names = Namespace(catalog, files)

@@ -124,6 +124,6 @@ def test_bytes_on_a_disk_go_only_after_the_catalog_is_synced(
         await migrator.remove_discarded()
 
     monkeypatch.setattr(migrator, "sync", sync)
-    trio.run(remove, clock=trio.testing.MockClock(autojump_threshold=0))
+    trio.run(remove, clock=trio.testing.MockClock(autojump_threshold=0.1))
     assert seen == [["nvme"], ["nvme"], ["nvme"]]
     assert held(migrator) == []

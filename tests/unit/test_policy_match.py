@@ -143,7 +143,13 @@ def test_check_summary() -> None:
     summary = json.loads(json.dumps(check_summary(parse_policy(POLICY, "p.yaml"))))
     assert summary["state"] == "/n/.tierfs-state"
     assert [tier["archive"] for tier in summary["tiers"]] == [False, False, True]
-    assert summary["limits"] == {"drain": 1 << 20, "transfers": 4, "stop": None}
+    assert summary["limits"] == {
+        "drain": 1 << 20,
+        "transfers": 4,
+        "stop": None,
+        "read_timeout": 30.0,
+        "tier_timeout": 60.0,
+    }
     assert summary["rules"][-1]["match"] == ["**"]
     assert summary["unreachable_rules"] == []
 

@@ -8,14 +8,17 @@ import stat
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
 from tierfs.catalog import Catalog
 from tierfs.errors import FsError
 from tierfs.fs.caller import Caller
+from tierfs.fs.handles import Handle, OpenInode
+from tierfs.fs.lanes import SLOWEST
 from tierfs.fs.namespace import Namespace
-from tierfs.fs.open_files import Handle, OpenFiles, unprivileged
+from tierfs.fs.open_files import OpenFiles, unprivileged
 from tierfs.types import Attributes, OpKind
 
 XATTR_SIZE_MAX = 65536
@@ -113,12 +116,13 @@ class Filesystem:
         inode = self.handle(fh).inode
         if inode.filling is not None:
             await inode.filling.wait(offset, length)
-            if self.files.policy.tier(inode.replica.tier).persistent:
-                return await trio.to_thread.run_sync(os.pread, inode.fd, length, offset)
-        return os.pread(inode.fd, length, offset)
+        return await self.files.local.read(inode.replica.tier, inode.fd, length, offset)
 
     def write(self, fh: int, offset: int, data: bytes) -> int:
-        fd = self.handle(fh).inode.fd
+        inode = self.handle(fh).inode
+        return self.files.local.at_once(inode.replica.tier, partial(self._write, inode.fd, offset, data), "write")
+
+    def _write(self, fd: int, offset: int, data: bytes) -> int:
         done = os.pwrite(fd, data, offset)
         while done < len(data):
             try:
@@ -142,8 +146,16 @@ class Filesystem:
             version = self.files.take_snapshot(inode) if inode.writers else inode.replica.version
             await self.wait_durable(inode.ino, version, tier)
         elif self.files.policy.tier(inode.replica.tier).persistent:
-            await trio.to_thread.run_sync(os.fsync, inode.fd)
+            await self._sync_file(inode)
             await self._sync_catalog()
+
+    async def _sync_file(self, inode: OpenInode) -> None:
+        lane = self.files.lanes.get(inode.replica.tier)
+        if lane is None:
+            await trio.to_thread.run_sync(os.fsync, inode.fd)
+        else:
+            patience = lane.patience + os.fstat(inode.fd).st_size / SLOWEST
+            await lane.run(partial(os.fsync, inode.fd), "fsync", patience=patience)
 
     async def fsync_directory(self, ino: int) -> None:
         """Names below a directory whose rule's ``fsync`` names a tier are safe when this returns, as far down as that:

@@ -16,18 +16,23 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import stat
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import trio
 
 from tierfs.catalog import Catalog
-from tierfs.errors import FsError
+from tierfs.errors import FsError, TierError
+from tierfs.fs.handles import Handle, OpenInode
 from tierfs.fs.inode_lock import InodeLock
-from tierfs.fs.ports import Backing, Filling, LocalStore
+from tierfs.fs.lanes import Lanes
+from tierfs.fs.local_files import LocalFiles
+from tierfs.fs.ports import Backing, Filling, LocalStore, Recall
 from tierfs.fs.space import Space
 from tierfs.plan.placement import role_of
 from tierfs.policy.match import RuleMatcher
@@ -45,40 +50,10 @@ RENAME_AT_ONCE = 1000
 """Files of a renamed directory whose rules are followed in the rename's own transaction: that one has to fit the
 catalog's journal, and requests wait for it."""
 
+_LOWER = (errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT, errno.EIO, errno.EROFS, errno.ESTALE)
+"""What a tier says that cannot take a new file: the next one does."""
 
-@dataclass
-class OpenInode:
-    ino: Ino
-    fd: int
-    replica: Replica
-    backing_id: int
-    rule: Rule
-    role: tuple[int, bytes]
-    readers: int = 0
-    writers: int = 0
-    unprivileged: bool = False
-    """Opened for writing by somebody else than root, whose writes clear the setuid and setgid bits."""
-    snapshot: tuple[int, int] | None = None
-    """(size, mtime_ns) when fsync or close made the version durable while it stayed open for writing."""
-    filling: Filling | None = None
-    """Set while the bytes are on their way."""
-    seen: int = 0
-    """Bytes of it when `OpenFiles.measure` looked last."""
-
-
-@dataclass
-class Handle:
-    inode: OpenInode
-    flags: int
-
-    @property
-    def writes(self) -> bool:
-        return self.flags & os.O_ACCMODE != os.O_RDONLY
-
-    @property
-    def waits_at_close(self) -> bool:
-        """Whether close(2) has to ask."""
-        return self.writes and self.inode.rule.close is not None
+log = logging.getLogger("tierfs.fs")
 
 
 @dataclass
@@ -90,8 +65,7 @@ class OpenFiles:
     matcher: RuleMatcher
     space: Space
     backing: Backing | None
-    recall: Callable[[Attributes, str], Awaitable[Replica]]
-    """Bring the current version to the named tier (or a slower one, if full) and return the replica there."""
+    recall: Recall
     fill: Callable[[Attributes, str], Filling]
     """Like `recall`, but returns at once, with the bytes on their way."""
     changed: Callable[[], None]
@@ -100,6 +74,8 @@ class OpenFiles:
     """Wait until no copy reads the inode's bytes, so that they may be cut off."""
     discard: Callable[[str, str], None]
     """(tier, key): remove these bytes soon."""
+    lanes: Lanes = field(default_factory=lambda: Lanes(()))
+    """Threads of the tiers that are disks, which may hang. What is asked of a tier without is done on the spot."""
     inodes: dict[int, OpenInode] = field(default_factory=dict)
     handles: dict[int, Handle] = field(default_factory=dict)
     orphans: set[int] = field(default_factory=set)
@@ -118,6 +94,7 @@ class OpenFiles:
 
     def __post_init__(self) -> None:
         self._first_key = self._keys
+        self.local = LocalFiles(self.policy, self.stores, self.lanes)
 
     # rules and names
 
@@ -147,9 +124,9 @@ class OpenFiles:
         for tier in tiers[tiers.index(chosen) :]:
             key = self.new_key(ino)
             try:
-                fd = self.stores[tier].create(key)
+                fd = self.local.create(tier, key)
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT) and tier != tiers[-1]:
+                if error.errno in _LOWER and tier != tiers[-1]:
                     continue
                 raise
             return Replica(ino, version, tier, ReplicaState.OPEN, key, 0, None), fd
@@ -186,7 +163,7 @@ class OpenFiles:
         async with self.locked(ino):
             inode = await self._ensure_open(ino, True, size == 0)
             try:
-                os.ftruncate(inode.fd, size)
+                self.local.at_once(inode.replica.tier, partial(os.ftruncate, inode.fd, size), "truncate")
             finally:
                 inode.writers += 1
                 inode.unprivileged = inode.unprivileged or uid != 0
@@ -209,7 +186,7 @@ class OpenFiles:
                 if inode.replica.state is not ReplicaState.OPEN:
                     self._begin_version(inode)
                 if truncate:
-                    os.ftruncate(inode.fd, 0)
+                    self.local.at_once(inode.replica.tier, partial(os.ftruncate, inode.fd, 0), "truncate")
             except BaseException:
                 self._drop(inode, writes=False)
                 raise
@@ -225,24 +202,42 @@ class OpenFiles:
             return self._replace(attributes, rule, role)
         if self.local_replica(attributes) is None and not writes and attributes.size > GRADUAL:
             return self._attach_filling(attributes, rule, role)
+        avoid: set[str] = set()
         while True:
-            local = self.local_replica(attributes)
+            local = self.local_replica(attributes, avoid)
             if local is None or (
                 writes and local.tier not in self.ack_tiers(rule)[:1] and self._must_keep(local, rule)
             ):
-                local = await self.recall(attributes, rule.ack)
-            if not writes:
-                break
-            await self.quiesce(ino)
+                local = await self.recall(attributes, rule.ack, avoid)
+            try:
+                fd = await self.local.open(local, elsewhere=self._elsewhere(local, avoid))
+            except (OSError, TierError) as error:
+                if self.catalog.replica(ino, local.version, local.tier) == local:
+                    # Not evicted meanwhile: the tier fails. Another one may have the bytes.
+                    if not self._elsewhere(local, avoid):
+                        raise
+                    log.warning("tier %s: inode %d cannot be opened: %s; trying other tiers", local.tier, ino, error)
+                    avoid.add(local.tier)
+                continue
+            if writes:
+                await self.quiesce(ino)
             now = self.catalog.replica(ino, local.version, local.tier)
             if now is not None and now.key == local.key:
                 local = now
                 break
             # A copy ended while we waited, and the replica that it made clean was evicted.
-        inode = self.attach(local, self.stores[local.tier].open(local.key), rule, role)
+            self.local.close(local.tier, fd)
+        inode = self.attach(local, fd, rule, role)
         if writes:
             self._begin_version(inode)
         return inode
+
+    def _elsewhere(self, replica: Replica, avoid: Collection[str]) -> bool:
+        """Whether another tier has these bytes, too."""
+        return any(
+            other.version == replica.version and other.tier != replica.tier and other.tier not in avoid
+            for other in self.catalog.replicas(replica.ino)
+        )
 
     def _attach_filling(self, attributes: Attributes, rule: Rule, role: tuple[int, bytes]) -> OpenInode:
         filling = self.fill(attributes, rule.ack)
@@ -263,11 +258,11 @@ class OpenFiles:
             self.policy.tier(local.tier).persistent and local.state is ReplicaState.DURABLE and rule.ack != local.tier
         )
 
-    def local_replica(self, attributes: Attributes) -> Replica | None:
+    def local_replica(self, attributes: Attributes, avoid: Collection[str] = ()) -> Replica | None:
         """The current version's replica on the fastest local tier that has one."""
         found = {r.tier: r for r in self.catalog.replicas(attributes.ino) if r.version == attributes.version}
         for tier in self.stores:
-            if tier in found:
+            if tier in found and tier not in avoid:
                 return found[tier]
         return None
 
@@ -346,7 +341,7 @@ class OpenFiles:
         if inode.filling is not None:
             inode.filling.abandon()
         else:
-            os.close(inode.fd)
+            self.local.close(inode.replica.tier, inode.fd)
         if inode.ino in self.forgotten:
             self.forgotten.discard(inode.ino)
             self.drop_orphan(inode.ino)
@@ -420,7 +415,7 @@ class OpenFiles:
                 self.catalog.begin_version(new.ino, new.version)
                 self.catalog.remove_replica(replica)
                 self.catalog.put_replica(new)
-            fd = self.stores[replica.tier].open(replica.key)
+            fd = self.local.open_now(replica)
             try:
                 self.close_version(new, os.fstat(fd), rule)
             finally:
@@ -545,7 +540,7 @@ class OpenFiles:
             if replica is None:
                 inode = self._attach_filling(attributes, rule, role)
             else:
-                fd = self.stores[replica.tier].open(replica.key)
+                fd = self.local.open_now(replica)
                 inode = OpenInode(attributes.ino, fd, replica, backing_id, rule, role)
                 self.inodes[ino] = inode
         handle = Handle(inode, flags)
@@ -568,7 +563,7 @@ class OpenFiles:
                     self.remove_content(replica.ino)
                 continue
             _, rule = self.rule_of(self.catalog.path_of(replica.ino))
-            fd = self.stores[replica.tier].open(replica.key)
+            fd = self.local.open_now(replica)
             try:
                 closed = self.close_version(replica, os.fstat(fd), rule)
             finally:

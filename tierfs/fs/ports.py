@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
-from tierfs.types import Replica
+from tierfs.types import Attributes, Replica
 
 
 class LocalStore(Protocol):
@@ -20,6 +21,14 @@ class Backing(Protocol):
 
     def open(self, fd: int) -> int: ...
     def close(self, backing_id: int) -> None: ...
+
+
+class Recall(Protocol):
+    """What migrator.recall.Recaller.recall does."""
+
+    async def __call__(self, attributes: Attributes, tier: str, avoid: Collection[str] = ()) -> Replica:
+        """Bring the current version to the named tier, or a slower one if that is full: the replica there. Tiers to
+        ``avoid`` neither give nor take it. FsError EIO when it is not to be had."""
 
 
 class Filling(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -29,6 +29,7 @@ class RemoteProbe:
         """What it said when asked with nothing of ours on it."""
         self._error: OSError | None = None
         self._answered_at = -math.inf
+        self._limiter = trio.CapacityLimiter(1)
 
     def __call__(self, held: int) -> Usage:
         """Its usage as of the last answer. OSError: that answer was one, or none came for a while."""
@@ -56,7 +57,9 @@ class RemoteProbe:
             nursery.start_soon(give_up_waiting)
             while True:
                 try:
-                    self._free = await trio.to_thread.run_sync(self._probe, 0, abandon_on_cancel=True)
+                    self._free = await trio.to_thread.run_sync(
+                        self._probe, 0, abandon_on_cancel=True, limiter=self._limiter
+                    )
                     self._error = None
                 except OSError as error:
                     self._error = error
@@ -86,7 +89,16 @@ class Space:
         return self.probes[tier](self.held(tier) + self.growing.get(tier, 0) + self.reserved.get(tier, 0))
 
     def choose(self, candidates: Sequence[str], expected: int) -> str:
-        """The tier for a new file out of ``candidates``, fastest first."""
+        """The tier for a new file out of ``candidates``, fastest first; not one that does not answer, if it can be
+        helped."""
         if len(candidates) == 1:
             return candidates[0]
-        return place((Room(name, self.usage(name), self.policy.tier(name).high) for name in candidates), expected)
+        return place(self._rooms(candidates), expected) or candidates[0]
+
+    def _rooms(self, tiers: Sequence[str]) -> Iterator[Room]:
+        for name in tiers:
+            try:
+                usage = self.usage(name)
+            except OSError:
+                continue
+            yield Room(name, usage, self.policy.tier(name).high)

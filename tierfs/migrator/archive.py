@@ -19,7 +19,7 @@ written on the mount meanwhile comes in a later batch. A catalog that lost its u
 from __future__ import annotations
 
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierfs.catalog import Catalog, Operation, PublishedName
@@ -113,8 +113,9 @@ class Archive:
             batch.add(op.seq, effect)
         return batch
 
-    def execute(self, batch: Batch) -> None:
-        """Take the steps and make them durable. Blocks. Raises OSError when the catalog cannot be synced; TierError
+    def execute(self, batch: Batch, alive: Callable[[], object] = lambda: None) -> None:
+        """Take the steps, with a call of ``alive`` at each, and make them durable. Blocks. Raises OSError when the
+        catalog cannot be synced; TierError
         when the archive fails: call it again; ContentMissing: `abandon` the batch."""
         if not batch.steps:
             return
@@ -123,7 +124,7 @@ class Archive:
         while self._settled:
             self.store.forget_exchange(self._settled[-1])
             self._settled.pop()
-        batch.execute(self.store)
+        batch.execute(self.store, alive)
 
     def commit(self, batch: Batch) -> None:
         """The batch's steps are durable: record it."""

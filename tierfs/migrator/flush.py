@@ -129,8 +129,7 @@ class Flusher:
         last = host.catalog.last_operation() if tier == host.archive_name else 0
         host.hurry += 1
         host.emergency += emergency
-        for outage in host.outages.values():
-            outage.retry_at = 0.0  # whoever flushes may just have made room
+        host.outages.hasten()  # whoever flushes may just have made room
         host.kick()
         try:
             with trio.move_on_after(seconds) as scope:

@@ -9,7 +9,7 @@ file is here and has its digest. A chunk that is not what was written makes read
 stays open, is logged with the file's name, and keeps the file from becoming a replica; right chunks can still be read.
 
 A tier that fails is asked again for as long as the file is open, at once when another read comes; a read gives up with
-EIO when nothing has come for `READ_SECONDS`.
+EIO when nothing has come for the policy's ``limits.read_timeout``.
 
 The file has a temporary name until it is complete: what a killed daemon leaves goes as such, and the next daemon
 starts the recall of a handle that it took over afresh. An incomplete recall is given up when nobody has the file open
@@ -36,8 +36,6 @@ from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.copy import CHUNK, Destination, chunk_digest, read_chunk, tree_digest
 from tierfs.types import Replica
 
-READ_SECONDS = 30.0
-"""A read fails with EIO when no chunk of its file has come for so long."""
 RETRY_FIRST, RETRY_LAST = 0.1, 5.0
 LOST_AFTER = 4
 """Failures to read a chunk, while others come, until it counts as lost."""
@@ -87,6 +85,8 @@ class Recall:
     """Digests to check each chunk with; None: only the whole can be checked."""
     host: Host
     limiter: trio.CapacityLimiter
+    patience: float
+    """Seconds until a read fails with EIO when no chunk of its file has come."""
 
     def __post_init__(self) -> None:
         self.fd = os.dup(self.temp.fd)
@@ -142,10 +142,10 @@ class Recall:
             await self._progress()
 
     async def _progress(self) -> None:
-        with trio.move_on_after(READ_SECONDS):
+        with trio.move_on_after(self.patience):
             await self._moved.wait()
             return
-        self._complain(f"nothing came for {READ_SECONDS:g} s {self._trouble}")
+        self._complain(f"nothing came for {self.patience:g} s {self._trouble}")
         raise FsError(errno.EIO)
 
     async def cut(self) -> None:

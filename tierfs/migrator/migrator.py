@@ -9,14 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import trio
 
 from tierfs.catalog import Catalog
 from tierfs.errors import CatalogError, ContentMissing, DigestMismatch, SourceChanged, TierError
+from tierfs.fs.lanes import SLOWEST, Beat, Lanes
 from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive, Ready
+from tierfs.migrator.early import EarlyCopies
 from tierfs.migrator.evict import Evictor
 from tierfs.migrator.flush import Flusher
 from tierfs.migrator.mapped import MappedFiles
@@ -24,9 +29,17 @@ from tierfs.migrator.outage import Outages
 from tierfs.migrator.pace import Pace
 from tierfs.migrator.queue import DrainQueue
 from tierfs.migrator.recall import Recaller
+from tierfs.migrator.removal import Remover
 from tierfs.migrator.throttle import Throttle
-from tierfs.migrator.transfer import Copied, Early, Transfer, copy_to_store, remove_files
-from tierfs.plan.drain import SMALL, plan_drain
+from tierfs.migrator.transfer import (
+    Copied,
+    Transfer,
+    copy_to_store,
+    discard_copy,
+    publish_copy,
+    unpublish,
+)
+from tierfs.plan.drain import SMALL, Pending, plan_drain
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.tree import TreeStore
@@ -34,16 +47,20 @@ from tierfs.types import Replica, ReplicaState
 
 log = logging.getLogger("tierfs.migrator")
 
+T = TypeVar("T")
+
 BATCH = 512
 BREATH = 0.02
 """Seconds between two looks at the queues, so that a burst of closes is planned once, not once each."""
 SYNC_SECONDS = 2.0
-EARLY = 64 << 20
-"""A file is copied while it is still being written once it has this many bytes: smaller ones are closed soon."""
-EARLY_STEP = 16 << 20
-"""New bytes that make another step of such a copy worth a thread's while."""
 WATCH_SECONDS, WATCH_WRITERS_SECONDS = 0.25, 0.1
 """Between two looks at the files open for writing; with passthrough nobody tells the daemon that they grow."""
+STALLED = 10.0
+"""Seconds without a sign of life after which a copy leaves its slot to those of other tiers."""
+REPLAY, PROBE = "replay", "probe"
+"""Work on a tier that is no copy of a file."""
+QUIESCE_SECONDS = 1.0
+"""A copy that was told to stop and has not come back by then hangs in its target."""
 REPLAY_SECONDS = 0.2
 """Between two batches of the archive, so that they grow large; a flush does not wait for it."""
 
@@ -61,11 +78,7 @@ class Migrator:
     emergency: int = 0
     """How many of them cannot wait for the archive: the nearest persistent tier comes first."""
     running: dict[tuple[int, int, str], Transfer] = field(default_factory=dict)
-    early: dict[tuple[int, int, str], Early] = field(default_factory=dict)
-    """Copies of versions that are, or a moment ago were, open for writing; no thread is in them unless ``running``
-    says so."""
     ready: dict[tuple[int, int], Ready] = field(default_factory=dict)
-    doomed: list[tuple[str, str]] = field(default_factory=list)
     _kick: trio.Event = field(default_factory=trio.Event)
     _progress: trio.Event = field(default_factory=trio.Event)
     _quiet: list[int] = field(default_factory=list)
@@ -73,13 +86,16 @@ class Migrator:
     _replaying: bool = False
     _swept: bool = False
     """What former daemons left in the archive's temporary area is gone."""
-    _removing: bool = False
 
     def __post_init__(self) -> None:
         self.archive_name = self.policy.tiers[-1].name
         self.archive = Archive(self.catalog, self.tree, self.archive_name)
         self.outages = Outages()
-        self.last_errors = self.outages.last_errors
+        self.lanes = Lanes((tier.name for tier in self.policy.tiers), self.policy.limits.tier_timeout)
+        for tier, lane in self.lanes.items():
+            lane.silent = partial(self.outages.silent, tier)
+        self.early = EarlyCopies(self, self._advanced)
+        self.remover = Remover(self, self._advanced)
         self.mapped = MappedFiles(self)
         self.throttle = Throttle(self.policy.limits.drain)
         self.pace = Pace(self.throttle)
@@ -92,6 +108,10 @@ class Migrator:
         self.recaller = Recaller(self)
         self.evictor = Evictor(self)
 
+    async def remove_discarded(self) -> None:
+        """Remove the bytes that were discarded. Called once more at the very end, when nothing discards any more."""
+        await self.remover.remove_all()
+
     # signals from the filesystem
 
     def changed(self) -> None:
@@ -101,7 +121,7 @@ class Migrator:
 
     def discard(self, tier: str, key: str) -> None:
         """These bytes are no longer in the catalog: remove them soon."""
-        self.doomed.append((tier, key))
+        self.remover.discard(tier, key)
         self._kick.set()
 
     def kick(self) -> None:
@@ -128,13 +148,18 @@ class Migrator:
 
         A copy maps its source only while the file has no writer, and SIGBUS needs a file that is cut off: so whoever
         is about to truncate or to let a writer in calls this first and goes on to do it without giving way to other
-        tasks. That every truncation comes as a request, also with passthrough, makes this enough in both modes."""
+        tasks. That every truncation comes as a request, also with passthrough, makes this enough in both modes.
+
+        A thread that hangs in the target is not waited for: see `tiers.copy.Reading`."""
         self._quiet.append(ino)
         try:
+            deadline = trio.current_time() + QUIESCE_SECONDS
             while mine := [transfer for key, transfer in self.running.items() if key[0] == ino]:
-                for transfer in mine:
-                    transfer.cancel.set()
-                await self._progress.wait()
+                left = [transfer.leaves() for transfer in mine]
+                if all(left) and trio.current_time() >= deadline:
+                    break
+                with trio.move_on_at(max(deadline, trio.current_time() + QUIESCE_SECONDS / 10)):
+                    await self._progress.wait()
         finally:
             self._quiet.remove(ino)
 
@@ -177,9 +202,7 @@ class Migrator:
 
     async def _cycle(self, nursery: trio.Nursery) -> float:
         """Start what can be started; seconds until the next look."""
-        if self.doomed and not self._removing:
-            self._removing = True
-            nursery.start_soon(self.remove_discarded)
+        self.remover.start(nursery)
         wake = 1.0 if self.mapped.any else 5.0
         self.mapped.renew()
         if not self.paused:
@@ -187,30 +210,44 @@ class Migrator:
             if not self._replaying and not self.outages.wait(self.archive_name):
                 self._replaying = True
                 nursery.start_soon(self._replay)
-        self._drop_early(nursery)
+        self.early.drop(nursery)
         for tier, error in self.evictor.run():
             self.outages.failed(tier, TierError.of(tier, "statfs", error))
-        now = trio.current_time()
-        for outage in self.outages.values():
-            wake = min(wake, max(0.05, outage.retry_at - now))
-        return wake
+        for tier in list(self.outages):
+            if not self.outages.wait(tier):
+                self.outages.begin(tier, PROBE)
+                nursery.start_soon(self._probe, tier)
+        return min(wake, self.outages.wake())
+
+    async def _probe(self, tier: str) -> None:
+        """Ask a tier that failed, and for which there is nothing to do, whether it works again."""
+        try:
+            await self.lanes[tier].run(self.target(tier).probe, "try again")
+            self.outages.recovered(tier)
+        except TierError as error:
+            self.outages.failed(tier, error)
+        finally:
+            self.outages.end(tier, PROBE)
+            self._kick.set()
 
     # draining
 
     def _start_drains(self, nursery: trio.Nursery) -> float:
-        slots = self.policy.limits.transfers - len(self.running)
+        stalled = {transfer.tier for transfer in self.running.values() if transfer.beat.missed(STALLED)}
+        moving = [transfer for transfer in self.running.values() if transfer.tier not in stalled]
+        slots = self.policy.limits.transfers - len(moving)
         if slots <= 0:
             return 5.0
         now = time.time_ns()
-        small = sum(transfer.size < SMALL for transfer in self.running.values())
+        small = sum(transfer.size < SMALL for transfer in moving)
         queue = [
             p
             for p in self.queue.pending()
-            if p.ino not in self._quiet and (self.hurry or not self.mapped.waits(p.ino))
+            if p.ino not in self._quiet and p.tier not in stalled and (self.hurry or not self.mapped.waits(p.ino))
         ]
         plan = plan_drain(
-            queue,
-            self.running.keys(),
+            self._admitted(queue),
+            [transfer.key for transfer in moving],
             slots,
             small,
             now,
@@ -221,9 +258,20 @@ class Migrator:
         )
         for pending in plan.start:
             transfer = Transfer(pending.ino, pending.version, pending.tier, pending.size)
-            self.running[pending.ino, pending.version, pending.tier] = transfer
+            self.running[transfer.key] = transfer
+            self.outages.begin(transfer.tier, transfer.key)
             nursery.start_soon(self._drain, transfer)
         return 5.0 if plan.wake_ns is None else max(0.01, (plan.wake_ns - now) / 1e9)
+
+    def _admitted(self, queue: list[Pending]) -> list[Pending]:
+        """What the tiers' circuit breakers let through: one file on a tier that is on trial."""
+        if self.outages.quiet:
+            return queue
+        found = []
+        for tier in self._tiers_below():
+            mine = {(p.ino, p.version, p.tier): p for p in queue if p.tier == tier}
+            found += [mine[key] for key in self.outages.choose(tier, list(mine)) if key not in self.running]
+        return sorted(found, key=queue.index)
 
     async def _drain(self, transfer: Transfer) -> None:
         source = self._source(transfer.ino, transfer.version)
@@ -234,13 +282,15 @@ class Migrator:
         except DigestMismatch as error:
             log.info("%s; copying again", error)
         except TierError as error:
-            if source is not None and self._stands(source):
-                self.outages.failed(transfer.tier, error)
+            if source is not None and self.stands(source):
+                self.outages.failed(transfer.tier, error, transfer.key)
         except (CatalogError, OSError) as error:
             unrecorded = TierError(f"a copy on tier {transfer.tier} could not be recorded: {error}")
-            self.outages.failed(transfer.tier, unrecorded)
+            self.outages.failed(transfer.tier, unrecorded, transfer.key)
         finally:
-            del self.running[transfer.ino, transfer.version, transfer.tier]
+            transfer.cancel.set()
+            self.outages.end(transfer.tier, transfer.key)
+            del self.running[transfer.key]
             self._advanced()
 
     def _source(self, ino: int, version: int) -> Replica | None:
@@ -251,7 +301,7 @@ class Migrator:
                 return found[tier]
         return None
 
-    def _stands(self, source: Replica) -> bool:
+    def stands(self, source: Replica) -> bool:
         """Whether the catalog still names this file. A file that was evicted, superseded or deleted meanwhile is
         removed: that a step does not find it is no fault of its tier, and what is still wanted comes from another
         replica."""
@@ -260,8 +310,9 @@ class Migrator:
 
     async def _copy_down(self, transfer: Transfer, source: Replica | None) -> None:
         early = self.early.pop((transfer.ino, transfer.version, transfer.tier), None)
+        lane = self.lanes[transfer.tier]
         if early is not None and (source is None or early.key != source.key):
-            await trio.to_thread.run_sync(early.discard)
+            await lane.run(early.discard, "remove a file")
             early = None
         if source is None:
             return
@@ -274,12 +325,12 @@ class Migrator:
             if not self.hurry:
                 self.mapped.postpone(transfer.ino)
                 if early is not None:
-                    await trio.to_thread.run_sync(early.discard)
+                    await lane.run(early.discard, "remove a file")
                 return
             stable = False
             self.mapped.copied(source)
         to_archive = transfer.tier == self.archive_name
-        target = self._target(transfer.tier)
+        target = self.target(transfer.tier)
         key = self.files.new_key(transfer.ino)
 
         def copy() -> Copied:
@@ -289,21 +340,26 @@ class Migrator:
                 done.temp.close()
             return done
 
-        copied = await trio.to_thread.run_sync(copy)
-        self.outages.recovered(transfer.tier)
+        copied = await lane.run(copy, "copy", beat=transfer.beat, late=discard_copy)
         attributes = self.catalog.attributes(transfer.ino)
         if attributes is None or attributes.version != transfer.version:
-            await trio.to_thread.run_sync(copied.temp.discard)
+            await lane.run(copied.temp.discard, "remove a file")
+            self.outages.recovered(transfer.tier, transfer.key)
             return
         if to_archive:
             self.recaller.remember(source, copied.chunks)
             self.ready[transfer.ino, transfer.version] = Ready(copied.temp.name, source.size, copied.digest)
         else:
             store = self.stores[transfer.tier]
-            await trio.to_thread.run_sync(store.publish, copied.temp, key)
+            await lane.run(partial(publish_copy, store, copied, key), "publish", late=partial(unpublish, store, key))
             self._landed(source, transfer.tier, key, copied.digest)
+        self.outages.recovered(transfer.tier, transfer.key)
 
-    def _target(self, tier: str) -> ReplicaStore | TreeStore:
+    def _tiers_below(self) -> list[str]:
+        """Those that copies go to."""
+        return [tier.name for tier in self.policy.tiers if tier.persistent]
+
+    def target(self, tier: str) -> ReplicaStore | TreeStore:
         return self.tree if tier == self.archive_name else self.stores[tier]
 
     # draining what is still being written
@@ -317,82 +373,21 @@ class Migrator:
                 self._kick.set()
             self.pace.written(self.files.grown, room=not full and not self.hurry)
             if not self.paused:
-                self._start_early(nursery)
+                self.early.start(nursery, self._quiet)
             pause = WATCH_WRITERS_SECONDS if writers else WATCH_SECONDS
             await trio.sleep(max(pause, 100 * (time.perf_counter() - began)))
 
-    def _start_early(self, nursery: trio.Nursery) -> None:
-        """Copy from large files open for writing, with the slots that closed ones leave."""
-        for inode in self.files.inodes.values():
-            source = inode.replica
-            if not inode.writers or source.state is not ReplicaState.OPEN:
-                continue
-            status = os.fstat(inode.fd)
-            size = min(status.st_size, 512 * status.st_blocks)
-            if size < EARLY or source.ino in self.files.orphans or source.ino in self._quiet:
-                continue
-            for tier in self.files.copy_targets(source.tier, inode.rule):
-                key = (source.ino, source.version, tier)
-                early = self.early.get(key)
-                due = size - (early.copy.front if early else 0) >= EARLY_STEP
-                if not due or tier == source.tier or key in self.running or self.outages.wait(tier):
-                    continue
-                if len(self.running) >= self.policy.limits.transfers:
-                    return
-                if tier == self.archive_name and not self._archive_may():
-                    continue
-                transfer = Transfer(source.ino, source.version, tier, size)
-                self.running[key] = transfer
-                nursery.start_soon(self._advance_early, transfer, source)
-
-    def _archive_may(self) -> bool:
+    def archive_may(self) -> bool:
         """Whether another copy may go to the archive: the last slot is for the tiers above, see `plan_drain`."""
         far = sum(tier == self.archive_name for _, _, tier in self.running)
         return not self._way_stations or far < max(1, self.policy.limits.transfers - 1)
 
-    async def _advance_early(self, transfer: Transfer, source: Replica) -> None:
-        """One step of a copy ahead of the close. Cancelled, it leaves what it has for the next step."""
-        key = (transfer.ino, transfer.version, transfer.tier)
+    async def tidy(self, tier: str, work: Callable[[], object]) -> None:
+        """Remove something from a tier; what fails is left for the next start."""
         try:
-            early = self.early.get(key)
-            if early is None:
-                temporary = self.files.new_key(transfer.ino)
-                early = await trio.to_thread.run_sync(Early.begin, source, self._target(transfer.tier), temporary)
-                self.early[key] = early
-            store, tier, advance = self.stores[source.tier], transfer.tier, early.advance
-            if not await trio.to_thread.run_sync(advance, source, store, tier, transfer, self.throttle):
-                await self._discard_early(key)
-            self.outages.recovered(tier)
-        except SourceChanged:
-            pass
+            await self.lanes[tier].run(work, "remove a file")
         except TierError as error:
-            await self._discard_early(key)
-            if self._stands(source):
-                self.outages.failed(transfer.tier, error)
-        finally:
-            del self.running[key]
-            self._advanced()
-
-    def _is_current(self, ino: int, version: int, _tier: str) -> bool:
-        """Whether this version is, or once closed will be, wanted anywhere."""
-        attributes = self.catalog.attributes(ino)
-        return attributes is not None and attributes.nlink > 0 and attributes.version == version
-
-    async def _discard_early(self, key: tuple[int, int, str]) -> None:
-        early = self.early.pop(key, None)
-        if early is not None:
-            await trio.to_thread.run_sync(early.discard)
-
-    def _drop_early(self, nursery: trio.Nursery) -> None:
-        """Copies of what was deleted or replaced before it was closed, before its turn came, or during it."""
-        for key, transfer in self.running.items():
-            if key not in self.early and not self._is_current(*key):
-                transfer.cancel.set()
-        for key in [key for key in self.early if not self._is_current(*key)]:
-            if key in self.running:
-                self.running[key].cancel.set()
-            else:
-                nursery.start_soon(trio.to_thread.run_sync, self.early.pop(key).discard)
+            self.outages.failed(tier, error)
 
     def _landed(self, source: Replica, tier: str, key: str, digest: bytes) -> None:
         """A copy on a local tier is durable: one commit says so, and older versions there go."""
@@ -420,7 +415,8 @@ class Migrator:
                 os.close(fd)
 
         try:
-            await trio.to_thread.run_sync(sync)
+            patience = self.lanes[source.tier].patience + source.size / SLOWEST
+            await self.lanes[source.tier].run(sync, "fsync", patience=patience)
         except OSError as error:
             raise TierError.of(source.tier, "fsync", error) from error
         now = self.catalog.replica(source.ino, source.version, source.tier)
@@ -442,18 +438,28 @@ class Migrator:
             if inode is not None and inode.replica == source:
                 inode.replica = self.catalog.replica(source.ino, source.version, source.tier) or inode.replica
 
+    async def _on_archive(self, work: Callable[[], T], beat: Beat | None = None) -> T:
+        """What changes names there: never begun again while an earlier try may still come through, however long that
+        takes, and so never given up."""
+        complain = partial(self.outages.failed, self.archive_name)
+        return await self.lanes[self.archive_name].endure(work, "publish", complain, beat or Beat())
+
     async def _replay(self) -> None:
+        first = True
+        self.outages.begin(self.archive_name, REPLAY)
         try:
             if not self._swept:
                 self.catalog.commit()
-                await trio.to_thread.run_sync(self.archive.sweep)
+                await self._on_archive(self.archive.sweep)
                 self._swept = True
-            while not self.paused and not self.outages.wait(self.archive_name):
+            while not self.paused and (first or not self.outages.wait(self.archive_name)):
+                first = False
                 batch = self.archive.next_batch(BATCH, self.ready)
                 if batch is None:
                     break
                 try:
-                    await trio.to_thread.run_sync(self.archive.execute, batch)
+                    beat = Beat()
+                    await self._on_archive(partial(self.archive.execute, batch, beat), beat)
                 except ContentMissing as error:
                     self.archive.abandon(batch)
                     await self._discard_ready([key for key in self.ready if key[0] in batch.stored])
@@ -475,6 +481,7 @@ class Migrator:
                 self.archive_name, TierError(f"tier {self.archive_name} waits for the catalog: {error}")
             )
         finally:
+            self.outages.end(self.archive_name, REPLAY)
             self._replaying = False
 
     def _awaited(self, ino: int, version: int) -> bool:
@@ -491,37 +498,4 @@ class Migrator:
                 self.tree.discard(temp)
 
         if dropped:
-            await trio.to_thread.run_sync(discard)
-
-    # removing
-
-    async def remove_discarded(self) -> None:
-        """Remove the bytes that were discarded. Not to be cancelled: the catalog has forgotten these files already.
-        Called once more at the very end, when nothing discards any more."""
-        with trio.CancelScope(shield=True):
-            await self._remove()
-
-    async def _remove(self) -> None:
-        try:
-            while self.doomed:
-                batch, self.doomed = self.doomed, []
-                kept = [entry for entry in batch if self.policy.tier(entry[0]).persistent]
-                await self._remove_files([entry for entry in batch if entry not in kept])
-                if not kept:
-                    continue
-                # After a power cut the catalog must not name bytes of which only the removal came through.
-                try:
-                    await self.sync()
-                except (CatalogError, OSError):  # said by `_sync_now_and_then`
-                    self.doomed += kept
-                    await trio.sleep(SYNC_SECONDS)
-                    break
-                await self._remove_files(kept)
-        finally:
-            self._removing = False
-            self._advanced()
-
-    async def _remove_files(self, files: list[tuple[str, str]]) -> None:
-        if files:
-            for tier, key, error in await trio.to_thread.run_sync(remove_files, self.stores, files):
-                log.info("tier %s: %s stays behind until the next mount: %s", tier, key, error)
+            await self.tidy(self.archive_name, discard)

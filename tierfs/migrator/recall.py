@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol
 
@@ -17,11 +17,12 @@ import trio
 
 from tierfs.catalog import Catalog
 from tierfs.errors import DigestMismatch, FsError, TierError
+from tierfs.fs.lanes import Lanes
 from tierfs.fs.open_files import GRADUAL, OpenFiles
-from tierfs.migrator import gradual
 from tierfs.migrator.archive import Archive
 from tierfs.migrator.evict import Evictor
 from tierfs.migrator.gradual import Recall
+from tierfs.migrator.outage import Outages
 from tierfs.migrator.steps import Path
 from tierfs.migrator.transfer import recall_file
 from tierfs.policy.model import Policy
@@ -33,7 +34,7 @@ from tierfs.types import Attributes, Replica, ReplicaState
 log = logging.getLogger("tierfs.recall")
 
 THREADS = 24
-"""All recalls together; threads of their own, because an archive that hangs keeps them."""
+"""All recalls from one tier; threads of their own, because a tier that hangs keeps them."""
 CHUNKS_LIMIT = 1 << 20
 """Longer lists of chunk digests (files above 256 GiB) are not kept: a transaction must fit the catalog's journal."""
 
@@ -48,7 +49,8 @@ class Host(Protocol):
     files: OpenFiles
     archive: Archive
     archive_name: str
-    last_errors: dict[str, str]
+    outages: Outages
+    lanes: Lanes
     evictor: Evictor
 
     async def remove_discarded(self) -> None: ...
@@ -57,7 +59,8 @@ class Host(Protocol):
 class Recaller:
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._limiter = trio.CapacityLimiter(THREADS)
+        self._limiters = {tier.name: trio.CapacityLimiter(THREADS) for tier in host.policy.tiers}
+        self._patience = host.policy.limits.read_timeout
         self._nursery: trio.Nursery | None = None
         self._waiting: list[Recall] = []
 
@@ -72,14 +75,15 @@ class Recaller:
 
     # whole
 
-    async def recall(self, attributes: Attributes, tier: str) -> Replica:
-        """Bring the current version to ``tier``, or a slower local one when that is full. FsError: ENOENT when the file
-        is deleted meanwhile, EIO when no replica of it can be read."""
+    async def recall(self, attributes: Attributes, tier: str, avoid: Collection[str] = ()) -> Replica:
+        """Bring the current version to ``tier``, or a slower local one when that is full; from and to tiers other than
+        those to ``avoid``. FsError: ENOENT when the file is deleted meanwhile, EIO when no replica of it can be read.
+        """
         host = self._host
-        candidates = self._candidates(tier)
+        candidates = self._candidates(tier, avoid)
         failed: set[tuple[str, str]] = set()
         why = f"inode {attributes.ino}: no replica of version {attributes.version}"
-        while sources := [r for r in self._sources(attributes) if (r.tier, r.key) not in failed]:
+        while sources := [r for r in self._sources(attributes) if not (r.tier in avoid or (r.tier, r.key) in failed)]:
             source, paths = sources[0], host.archive.paths(attributes.ino)
             chosen = host.files.space.choose(candidates, source.size)
             if here := [r for r in sources if r.tier == chosen]:
@@ -97,7 +101,7 @@ class Recaller:
                 if self._moved(source, paths):
                     continue
                 log.error("%s", error)
-                host.last_errors[source.tier] = why = str(error)
+                host.outages.last_errors[source.tier] = why = str(error)
                 failed.add((source.tier, source.key))
         if self._deleted(attributes.ino):
             raise FsError(errno.ENOENT)
@@ -127,29 +131,32 @@ class Recaller:
         return False
 
     def _sources(self, attributes: Attributes) -> list[Replica]:
-        """Replicas of the current version, fastest first."""
+        """Replicas of the current version, fastest first; last those on tiers that fail."""
         order = [t.name for t in self._host.policy.tiers]
+        host = self._host
         found = [
             r
             for r in self._host.catalog.replicas(attributes.ino)
             if r.version == attributes.version and r.state is not ReplicaState.OPEN
         ]
-        return sorted(found, key=lambda r: order.index(r.tier))
+        return sorted(found, key=lambda r: (host.lanes[r.tier].hangs, r.tier in host.outages, order.index(r.tier)))
 
-    def _candidates(self, tier: str) -> list[str]:
+    def _candidates(self, tier: str, avoid: Collection[str] = ()) -> list[str]:
+        """Local tiers that may take it: from ``tier`` down, none that fails unless there is no other."""
         order = [t.name for t in self._host.policy.tiers]
-        stores = self._host.stores
-        return [name for name in stores if order.index(name) >= order.index(tier)] or list(stores)
+        usable = [name for name in self._host.stores if name not in avoid and not self._host.lanes[name].hangs]
+        below = [name for name in usable if order.index(name) >= order.index(tier)]
+        return below or usable or list(self._host.stores)
 
     async def _recall_from(self, source: Replica, attributes: Attributes, tier: str) -> Replica:
         host = self._host
         key = host.files.new_key(source.ino)
         cancel = threading.Event()
         token = trio.lowlevel.current_trio_token()
-        scope = trio.CancelScope(deadline=trio.current_time() + gradual.READ_SECONDS)
+        scope = trio.CancelScope(deadline=trio.current_time() + self._patience)
 
         def extend() -> None:
-            scope.deadline = trio.current_time() + gradual.READ_SECONDS
+            scope.deadline = trio.current_time() + self._patience
 
         def copy() -> bytes:
             return recall_file(
@@ -166,14 +173,15 @@ class Recaller:
         digest = None
         try:
             with scope:
-                digest = await trio.to_thread.run_sync(copy, abandon_on_cancel=True, limiter=self._limiter)
+                limiter = self._limiters[source.tier]
+                digest = await trio.to_thread.run_sync(copy, abandon_on_cancel=True, limiter=limiter)
         finally:
             if digest is None:
                 # The thread may be about to publish, or just have: either it or this removes the file.
                 cancel.set()
                 host.files.discard(tier, key)
         if digest is None:
-            raise TierError(f"tier {source.tier}: inode {source.ino}: nothing came for {gradual.READ_SECONDS:g} s")
+            raise TierError(f"tier {source.tier}: inode {source.ino}: nothing came for {self._patience:g} s")
         return self._enter(Replica(source.ino, source.version, tier, ReplicaState.WRITTEN, key, source.size, digest))
 
     def _enter(self, replica: Replica) -> Replica:
@@ -247,7 +255,8 @@ class Recaller:
             temp=temp,
             chunks=self._chunks(source) if source else None,
             host=self,
-            limiter=self._limiter,
+            limiter=self._limiters[source.tier if source else chosen],
+            patience=self._patience,
         )
         if self._nursery is None:
             self._waiting.append(recall)
@@ -272,7 +281,7 @@ class Recaller:
         path = b"/".join(self._host.catalog.path_of(replica.ino) or ()).decode(errors="replace")
         text = f"tier {tier}: {path or f'inode {replica.ino}'}: {what}"
         log.error("%s", text)
-        self._host.last_errors[tier] = text
+        self._host.outages.last_errors[tier] = text
 
     def _chunks(self, source: Replica) -> list[bytes] | None:
         """The chunks' digests, if there are those that make the file's."""

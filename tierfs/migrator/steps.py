@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,14 +216,17 @@ class Batch:
 
     # carrying out
 
-    def execute(self, store: TreeStore) -> None:
-        """Take the steps and make them durable. Blocks; TierError when the archive fails, ContentMissing when the
+    def execute(self, store: TreeStore, alive: Callable[[], object] = lambda: None) -> None:
+        """Take the steps, with a call of ``alive`` before each, and make them durable. Blocks; TierError when the
+        archive fails, ContentMissing when the
         bytes that a step would publish are not there."""
         again, self.again = self.again, True
         for number, step in enumerate(self.steps):
+            alive()
             if not step.take(store) and not (again and self._published_before(number, store)):
                 shown = b"/".join(step.path).decode(errors="replace")
                 raise ContentMissing(f"tier {store.name}: the copy of {shown} was removed; it is made again")
+        alive()
         store.sync_directories({path[:-1] for step in self.steps for path in step.touches})
 
     def _published_before(self, number: int, store: TreeStore) -> bool:

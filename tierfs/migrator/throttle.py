@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 
 class Throttle:
@@ -18,8 +19,11 @@ class Throttle:
         self.courtesy: int | None = None
         """A lower rate for the time being, in bytes per second."""
 
-    def __call__(self, size: int, cancel: threading.Event | None = None) -> None:
-        """``cancel`` ends the wait: who asks a copy to stop must not wait for its turn."""
+    def __call__(
+        self, size: int, cancel: threading.Event | None = None, alive: Callable[[], object] | None = None
+    ) -> None:
+        """``cancel`` ends the wait: who asks a copy to stop must not wait for its turn. ``alive`` is called at least
+        every second: waiting is no hanging."""
         with self._lock:
             self.total += size
             rates = [rate for rate in (self._rate, self.courtesy) if rate is not None]
@@ -28,9 +32,11 @@ class Throttle:
             now = time.monotonic()
             start = max(now, self._free_at)
             self._free_at = start + size / min(rates)
-        if start <= now:
-            return
-        if cancel is None:
-            time.sleep(start - now)
-        else:
-            cancel.wait(start - now)
+        while (left := start - time.monotonic()) > 0:
+            if alive is not None:
+                alive()
+            step = min(left, 1.0)
+            if cancel is None:
+                time.sleep(step)
+            elif cancel.wait(step):
+                return

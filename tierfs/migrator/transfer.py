@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from tierfs.durable import TemporaryFile
 from tierfs.errors import DigestMismatch, SourceChanged, TierError
+from tierfs.fs.lanes import Beat
 from tierfs.migrator.throttle import Throttle
 from tierfs.tiers.base import ReplicaStore
-from tierfs.tiers.copy import CHUNK, PipelinedCopy, copy_file, data_end, digest_file
+from tierfs.tiers.copy import CHUNK, PipelinedCopy, Reading, copy_file, data_end, digest_file
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import Replica
 
@@ -32,6 +33,18 @@ class Transfer:
     tier: str
     size: int
     cancel: threading.Event = field(default_factory=threading.Event)
+    beat: Beat = field(default_factory=Beat)
+    """Called by the copy's threads at each chunk."""
+    reading: Reading = field(default_factory=Reading)
+
+    @property
+    def key(self) -> tuple[int, int, str]:
+        return self.ino, self.version, self.tier
+
+    def leaves(self) -> bool:
+        """Stop: whether no thread looks at the source any more, even if one hangs on its way to the target."""
+        self.cancel.set()
+        return self.reading.end()
 
 
 @dataclass
@@ -77,7 +90,11 @@ class Early:
 
 
 def _turns(throttle: Throttle, transfer: Transfer) -> Callable[[int], None]:
-    return lambda size: throttle(size, transfer.cancel)
+    def turn(size: int) -> None:
+        transfer.beat()
+        throttle(size, transfer.cancel, transfer.beat)
+
+    return turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +143,22 @@ def copy_to_store(
                     throttle=turns,
                     cancelled=cancelled,
                     stable=stable,
+                    reading=transfer.reading,
                     digests=chunks,
                 )
             else:
                 digest = early.copy.finish(
-                    fd, source.size, throttle=turns, cancelled=cancelled, stable=stable, digests=chunks
+                    fd,
+                    source.size,
+                    throttle=turns,
+                    cancelled=cancelled,
+                    stable=stable,
+                    reading=transfer.reading,
+                    digests=chunks,
                 )
+            transfer.beat(source.size)
             os.fsync(temp.fd)
-            if not stable and digest_file(fd, source.size, cancelled=cancelled) != digest:
+            if not stable and digest_file(fd, source.size, cancelled=cancelled, throttle=transfer.beat) != digest:
                 raise DigestMismatch(f"inode {source.ino} changed while it was copied")
         except BaseException:
             if early is not None:
@@ -145,6 +170,34 @@ def copy_to_store(
         raise TierError.of(target.name, "write", error) from error
     finally:
         os.close(fd)
+
+
+def discard_early(early: Early | None, _: object = None) -> None:
+    """Remove a copy ahead of the close that nobody waits for any more. Blocks."""
+    if early is not None:
+        early.discard()
+
+
+def discard_copy(copied: Copied | None) -> None:
+    """Remove a copy that nobody waits for any more. Blocks."""
+    if copied is not None:
+        copied.temp.discard()
+
+
+def publish_copy(store: ReplicaStore, copied: Copied, key: str) -> bool:
+    """Make the copy the replica ``key``; it is removed when that fails. True. Raises TierError."""
+    try:
+        store.publish(copied.temp, key)
+    except BaseException:
+        copied.temp.discard()
+        raise
+    return True
+
+
+def unpublish(store: ReplicaStore, key: str, published: bool | None) -> None:
+    """Remove a replica that was published when nobody waited for it any more. Blocks; raises OSError."""
+    if published:
+        store.remove(key)
 
 
 def recall_file(

@@ -17,9 +17,9 @@ class Room:
     high: float
 
 
-def place(rooms: Iterable[Room], expected: int) -> str:
+def place(rooms: Iterable[Room], expected: int) -> str | None:
     """The first tier (fastest first) that holds ``expected`` more bytes below its high watermark;
-    else the first with any room for them at all; else the one with the most space available.
+    else the first with any room for them at all; else the one with the most space available. None without rooms.
 
     Takes no more of ``rooms`` than it needs: asking a tier for its usage has a price.
     """
@@ -31,7 +31,7 @@ def place(rooms: Iterable[Room], expected: int) -> str:
     for room in asked:
         if expected < room.usage.available:
             return room.tier
-    return max(asked, key=lambda room: room.usage.available).tier
+    return max(asked, key=lambda room: room.usage.available).tier if asked else None
 
 
 class LearnedSizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 from tierfs.policy.match import CATCH_ALL, RuleMatcher
@@ -52,7 +53,7 @@ def check_summary(policy: Policy) -> dict[str, object]:
         ],
         "rules": [{"match": list(rule.match)} | _treatment(policy, rule) for rule in policy.rules],
         "unreachable_rules": list(range(first_catch_all + 1, len(policy.rules))),
-        "limits": {"drain": policy.limits.drain, "transfers": policy.limits.transfers, "stop": policy.limits.stop},
+        "limits": dataclasses.asdict(policy.limits),
     }
 
 

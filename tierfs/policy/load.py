@@ -31,11 +31,12 @@ MAX_BYTES = 256 << 10
 
 DEFAULT_HIGH, DEFAULT_LOW = 0.85, 0.60
 MAX_TRANSFERS = 64
+MAX_TIMEOUT = 3600.0
 
 _POLICY_KEYS = ("mount", "mode", "allow_other", "state", "tiers", "rules", "limits")
 _TIER_KEYS = ("kind", "path", "size", "numa", "huge", "high", "low")
 _RULE_KEYS = ("match", "ack", "close", "fsync", "drain", "keep", "durable_within")
-_LIMIT_KEYS = ("drain", "transfers", "stop")
+_LIMIT_KEYS = ("drain", "transfers", "stop", "read_timeout", "tier_timeout")
 _MODES = ("auto", "passthrough", "userspace")
 _KINDS = ("memory", "dir")
 _HUGE = ("never", "within_size", "always", "advise")
@@ -434,4 +435,13 @@ def _limits(at: _At) -> Limits:
         drain=fields["drain"].unit(parse_rate, "rate", "2GiB/s") if "drain" in fields else None,
         transfers=fields["transfers"].integer(1, MAX_TRANSFERS) if "transfers" in fields else Limits().transfers,
         stop=fields["stop"].unit(parse_duration, "duration", "25s") if "stop" in fields else None,
+        read_timeout=_timeout(fields["read_timeout"]) if "read_timeout" in fields else Limits().read_timeout,
+        tier_timeout=_timeout(fields["tier_timeout"]) if "tier_timeout" in fields else Limits().tier_timeout,
     )
+
+
+def _timeout(at: _At) -> float:
+    seconds = at.unit(parse_duration, "duration", "30s")
+    if not 1 <= seconds <= MAX_TIMEOUT:
+        raise at.error(f"{seconds:g} s is out of range", "write a duration from 1s to 1h")
+    return seconds

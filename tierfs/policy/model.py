@@ -74,6 +74,10 @@ class Limits:
     """Files copied at the same time."""
     stop: float | None = None
     """Seconds that a mount which is told to end (SIGTERM) may drain; None: until everything is durable."""
+    read_timeout: float = 30.0
+    """Seconds until a read of what no other tier has fails when nothing comes."""
+    tier_timeout: float = 60.0
+    """Seconds until a call into a tier that does not come back counts as failed."""
 
 
 @dataclass(frozen=True, slots=True)

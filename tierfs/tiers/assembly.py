@@ -9,6 +9,7 @@ from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.memory import MemoryMount, open_store
 from tierfs.tiers.tree import TreeStore
+from tierfs.tiers.wrap import retrying
 from tierfs.types import Usage
 
 
@@ -26,7 +27,7 @@ class Tiers:
         for config in policy.tiers[:-1]:
             store, mount = open_store(config, policy.state / "memory" / config.name)
             store.prepare()
-            stores[config.name] = store
+            stores[config.name] = retrying(store) if config.persistent else store
             if mount is not None:
                 mounts.append(mount)
         archive = policy.tiers[-1]

@@ -9,9 +9,11 @@ import json
 import os
 import re
 import stat
+import threading
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -35,6 +37,7 @@ class Target(Protocol):
     def name(self) -> str: ...
     def temporary(self, key: str) -> TemporaryFile: ...
     def usage(self, own_used: int) -> Usage: ...
+    def probe(self) -> None: ...
 
 
 @contextlib.contextmanager
@@ -146,6 +149,16 @@ def remove_temporaries(fd: int, former: Callable[[str], bool]) -> int:
     return removed
 
 
+def write_and_remove(fd: int) -> None:
+    """Whether files can be written in an open directory. Raises OSError."""
+    temp = create_temporary(fd, "probe")
+    try:
+        os.write(temp.fd, b"tierfs")
+        os.fsync(temp.fd)
+    finally:
+        temp.discard()
+
+
 def open_directory(name: bytes, parent: int, *, create: bool = True) -> int:
     """Descriptor of a 0700 directory in ``parent``, made durably if it is missing. Raises OSError."""
     flags = DIRECTORY | os.O_NOFOLLOW
@@ -160,11 +173,35 @@ def open_directory(name: bytes, parent: int, *, create: bool = True) -> int:
     return os.open(name, flags, dir_fd=parent)
 
 
+def same_file(a: os.stat_result, b: os.stat_result) -> bool:
+    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
+
+
+@dataclass(eq=False)
+class _Opened:
+    """Descriptors of a tier's directory; closed once it is retired and nobody uses it."""
+
+    root: int
+    data: int
+    tmp: int
+    spread: dict[int, int] = field(default_factory=dict)
+    """Of the directories in ``data`` that were needed, by number."""
+    users: int = 0
+    retired: bool = False
+
+    def close(self) -> None:
+        for fd in (*self.spread.values(), self.data, self.tmp, self.root):
+            os.close(fd)
+
+
 class ReplicaStore:
     """A private directory with one file per replica, ``data/<two hex digits>/<key>``. Thread-safe once prepared.
 
     ``create``, ``open``, ``size``, ``remove``, ``keys`` and ``usage`` raise OSError as it comes, so that callers can
-    tell a full tier from a missing file; ``prepare``, ``temporary`` and ``publish`` raise TierError.
+    tell a full tier from a missing file; ``prepare``, ``temporary``, ``probe`` and ``publish`` raise TierError.
+
+    The directory may go away and come back while tierfs runs: ``temporary`` and ``probe`` look at its path again, and
+    only a directory with this tier's own marker is ever written into.
     """
 
     def __init__(self, name: str, root: Path, *, persistent: bool, size: int | None = None) -> None:
@@ -174,31 +211,92 @@ class ReplicaStore:
         self.persistent = persistent
         self.limit = size
         self.uuid = ""
-        self._root_fd = self._data_fd = self._tmp_fd = -1
-        self._spread: dict[int, int] = {}
+        self._opened: _Opened | None = None
+        self._lock = threading.Lock()
 
     def prepare(self) -> None:
         """Create or check the directory and remove what earlier copies left behind. Raises TierError."""
         with failing_as(self.name, f"prepare {self.root}"):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            root = os.open(self.root, DIRECTORY)
-            try:
-                self._check_owner(os.fstat(root))
+            self._swap(self._open_root(create=True))
+
+    def _open_root(self, *, create: bool) -> _Opened:
+        with contextlib.ExitStack() as undo:
+
+            def opened(fd: int) -> int:
+                undo.callback(os.close, fd)
+                return fd
+
+            root = opened(os.open(self.root, DIRECTORY))
+            self._check_owner(os.fstat(root))
+            if create:
                 os.fchmod(root, 0o700)
-                tmp = open_directory(b"tmp", root)
+            tmp = opened(open_directory(b"tmp", root, create=create))
+            if create:
                 empty_directory(tmp)
-                data = open_directory(b"data", root)
-                self.uuid = check_marker(self.name, root, tmp, self.root)
-            except BaseException:
-                os.close(root)
-                raise
-        self.close()
-        self._root_fd, self._tmp_fd, self._data_fd = root, tmp, data
+            data = opened(open_directory(b"data", root, create=create))
+            found = check_marker(self.name, root, tmp, self.root, create=create)
+            if not create and found != self.uuid:
+                raise TierError(f"tier {self.name}: another tier lies at {self.root} now")
+            self.uuid = found
+            undo.pop_all()
+        return _Opened(root, data, tmp)
+
+    def attach(self) -> None:
+        """Make sure that the path leads to this tier, and open it again where it was mounted anew. A directory without
+        this tier's marker is a temporary TierError and not touched: the mount below it is lost."""
+        with failing_as(self.name, f"find {self.root}"):
+            with self._use() as opened:
+                if self._stands(opened):
+                    return
+            try:
+                fresh = self._open_root(create=False)
+            except FileNotFoundError as error:
+                message = f"tier {self.name}: {self.root} has no marker any more; is it still mounted?"
+                raise TierError(message, errno=errno.ENOENT) from error
+            self._swap(fresh)
+
+    def _stands(self, opened: _Opened) -> bool:
+        """Whether the opened directory is what its path leads to, with what belongs in it."""
+        try:
+            return same_file(os.fstat(opened.root), os.stat(self.root)) and same_file(
+                os.fstat(opened.tmp), os.stat(b"tmp", dir_fd=opened.root, follow_symlinks=False)
+            )
+        except OSError as error:
+            if error.errno in (errno.ESTALE, errno.ENOENT, errno.ENOTDIR):
+                return False
+            raise
+
+    def _swap(self, fresh: _Opened | None) -> None:
+        with self._lock:
+            old, self._opened = self._opened, fresh
+            if old is not None:
+                old.retired = True
+                self._drop(old)
+
+    def _drop(self, opened: _Opened) -> None:
+        if opened.retired and not opened.users:
+            opened.close()
+
+    @contextlib.contextmanager
+    def _use(self) -> Iterator[_Opened]:
+        """The opened directory, kept open meanwhile. OSError when there is none."""
+        with self._lock:
+            opened = self._opened
+            if opened is None:
+                raise OSError(errno.EBADF, "the tier is not open")
+            opened.users += 1
+        try:
+            yield opened
+        finally:
+            with self._lock:
+                opened.users -= 1
+                self._drop(opened)
 
     def check_catalog(self, catalog: str, *, claim: bool, known: bool = False) -> None:
         """See `check_owner`. Raises TierError."""
-        with failing_as(self.name, f"look at {self.root}"):
-            check_owner(self.name, self._root_fd, self.root, catalog, claim=claim, known=known)
+        with failing_as(self.name, f"look at {self.root}"), self._use() as opened:
+            check_owner(self.name, opened.root, self.root, catalog, claim=claim, known=known)
 
     def _check_owner(self, status: os.stat_result) -> None:
         if status.st_uid != os.geteuid():
@@ -208,34 +306,34 @@ class ReplicaStore:
 
     def close(self) -> None:
         """Let go of the directories. ``prepare`` opens them again."""
-        for fd in (*self._spread.values(), self._data_fd, self._tmp_fd, self._root_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._spread = {}
-        self._root_fd = self._data_fd = self._tmp_fd = -1
+        self._swap(None)
 
-    def _directory(self, key: str, *, create: bool = False) -> int:
+    @contextlib.contextmanager
+    def _directory(self, key: str, *, create: bool = False) -> Iterator[int]:
+        """Descriptor of the directory in which the replica is. Raises OSError."""
         if not _KEY.fullmatch(key):
             raise OSError(errno.EINVAL, "not a replica key", key)
         number = zlib.crc32(key.encode()) & 0xFF
-        fd = self._spread.get(number)
-        if fd is None:
-            opened = open_directory(b"%02x" % number, self._data_fd, create=create)
-            fd = self._spread.setdefault(number, opened)
-            if fd != opened:
-                os.close(opened)
-        return fd
+        with self._use() as opened:
+            fd = opened.spread.get(number)
+            if fd is None:
+                fresh = open_directory(b"%02x" % number, opened.data, create=create)
+                fd = opened.spread.setdefault(number, fresh)
+                if fd != fresh:
+                    os.close(fresh)
+            yield fd
 
     def create(self, key: str) -> int:
         """A new empty replica, open for reading and writing. Raises OSError: EEXIST when there is one."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(key, flags, 0o600, dir_fd=self._directory(key, create=True))
+        with self._directory(key, create=True) as directory:
+            return os.open(key, flags, 0o600, dir_fd=directory)
 
     def open(self, key: str, *, write: bool = True) -> int:
         """The replica, open for reading and, by default, writing. Raises OSError: ENOENT when there is none."""
-        return os.open(
-            key, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._directory(key)
-        )
+        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+        with self._directory(key) as directory:
+            return os.open(key, flags, dir_fd=directory)
 
     def is_written(self, key: str) -> bool:
         """Whether anybody has the replica open or mapped for writing. False, too, where the filesystem has no leases,
@@ -257,42 +355,54 @@ class ReplicaStore:
 
     def size(self, key: str) -> int:
         """Bytes of the replica. Raises OSError: ENOENT when there is none."""
-        return os.stat(key, dir_fd=self._directory(key), follow_symlinks=False).st_size
+        with self._directory(key) as directory:
+            return os.stat(key, dir_fd=directory, follow_symlinks=False).st_size
 
     def remove(self, key: str) -> None:
         """Remove the replica; no error when there is none. Raises OSError."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(key, dir_fd=self._directory(key))
+        with contextlib.suppress(FileNotFoundError), self._directory(key) as directory:
+            os.unlink(key, dir_fd=directory)
 
     def keys(self) -> Iterator[str]:
         """Keys of all replicas, in no order. Raises OSError."""
-        for directory in os.listdir(self._data_fd):
-            try:
-                fd = os.open(directory, DIRECTORY | os.O_NOFOLLOW, dir_fd=self._data_fd)
-            except NotADirectoryError:
-                continue
-            try:
-                names = os.listdir(fd)
-            finally:
-                os.close(fd)
+        with self._use() as opened:
+            directories = os.listdir(opened.data)
+        for directory in directories:
+            with self._use() as opened:
+                try:
+                    fd = os.open(directory, DIRECTORY | os.O_NOFOLLOW, dir_fd=opened.data)
+                except NotADirectoryError:
+                    continue
+                try:
+                    names = os.listdir(fd)
+                finally:
+                    os.close(fd)
             yield from (name for name in names if _KEY.fullmatch(name))
 
     def usage(self, own_used: int) -> Usage:
         """Space in bytes, given the bytes that tierfs holds here. Raises OSError."""
-        return usage_of(self._root_fd, self.limit, own_used)
+        with self._use() as opened:
+            return usage_of(opened.root, self.limit, own_used)
+
+    def probe(self) -> None:
+        """Write, sync and remove a file. Raises TierError when the tier does not work."""
+        self.attach()
+        with failing_as(self.name, "try to write"), self._use() as opened:
+            write_and_remove(opened.tmp)
 
     def temporary(self, key: str) -> TemporaryFile:
         """A file to fill and then ``publish``. Raises TierError."""
-        with failing_as(self.name, "create a file"):
-            return create_temporary(self._tmp_fd, key)
+        self.attach()
+        with failing_as(self.name, "create a file"), self._use() as opened:
+            return create_temporary(opened.tmp, key)
 
     def remove_temporaries(self, former: Callable[[str], bool]) -> int:
         """Remove the temporary files of keys that ``former`` knows: how many. Raises TierError."""
-        with failing_as(self.name, "remove temporary files"):
-            return remove_temporaries(self._tmp_fd, former)
+        with failing_as(self.name, "remove temporary files"), self._use() as opened:
+            return remove_temporaries(opened.tmp, former)
 
     def publish(self, temp: TemporaryFile, key: str) -> None:
         """Make a filled temporary file the replica ``key``, durably, and close it. Raises TierError."""
-        with failing_as(self.name, "publish"):
-            temp.commit(self._directory(key, create=True), key.encode())
+        with failing_as(self.name, "publish"), self._directory(key, create=True) as directory:
+            temp.commit(directory, key.encode())
             temp.close()

@@ -24,6 +24,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 import xxhash
@@ -128,8 +129,43 @@ def _map(fd: int, size: int) -> mmap.mmap | None:
     return mmap.mmap(fd, size, prot=mmap.PROT_READ)
 
 
+class Reading:
+    """Who looks at a mapped source. A thread that hangs in a write to the destination does not: the kernel copies for
+    it, and answers EFAULT for pages that are gone. So whoever is about to cut the source off needs not wait for such a
+    thread, only be sure that none is at the mapping and that none returns to it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._over = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._over:
+                raise SourceChanged("the source is about to change")
+            self._inside += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with self._lock:
+            self._inside -= 1
+
+    def end(self) -> bool:
+        """Let nobody in any more: whether nobody is in."""
+        with self._lock:
+            self._over = True
+            return self._inside == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A whole source, mapped. Its bytes are only to be looked at while ``reading`` is entered."""
+
+    view: memoryview
+    reading: Reading
+
+
 @contextlib.contextmanager
-def _mapping(fd: int, size: int) -> Iterator[memoryview | None]:
+def _mapping(fd: int, size: int, reading: Reading | None) -> Iterator[Mapped | None]:
     """`_map` for the time of a block."""
     mapping = _map(fd, size)
     if mapping is None:
@@ -137,7 +173,7 @@ def _mapping(fd: int, size: int) -> Iterator[memoryview | None]:
         return
     view = memoryview(mapping)
     try:
-        yield view
+        yield Mapped(view, reading or Reading())
     finally:
         view.release()
 
@@ -216,25 +252,28 @@ class Destination:
             os.close(direct)
 
 
-def copy_range(src_fd: int, dst: Destination, offset: int, length: int, mapped: memoryview | None = None) -> bytes:
+def copy_range(src_fd: int, dst: Destination, offset: int, length: int, mapped: Mapped | None = None) -> bytes:
     """Copy one chunk (``length`` <= CHUNK) to the same offset: its digest.
 
-    ``mapped`` is the whole source, mapped, when it is stable. Raises OSError; SourceChanged when the source ends
-    before ``offset + length``.
+    ``mapped`` is the whole source, when it is stable. Raises OSError; SourceChanged when the source ends before
+    ``offset + length``, or nobody may look at it any more.
     """
-    data = _chunk(src_fd, offset, length, mapped)
-    digest = chunk_digest(data)
+    data, digest = _chunk(src_fd, offset, length, mapped)
     dst.write(data, offset)
     return digest
 
 
-def _chunk(fd: int, offset: int, length: int, mapped: memoryview | None) -> memoryview:
+def _chunk(fd: int, offset: int, length: int, mapped: Mapped | None) -> tuple[memoryview, bytes]:
+    """A chunk of the source and its digest. Of a mapped one only the kernel may look at the chunk afterwards."""
     if mapped is None:
         data = _read(fd, offset, length)
         if len(data) == length:
-            return data
-    elif os.fstat(fd).st_size >= offset + length:
-        return mapped[offset : offset + length]
+            return data, chunk_digest(data)
+    else:
+        with mapped.reading:
+            if os.fstat(fd).st_size >= offset + length:
+                data = mapped.view[offset : offset + length]
+                return data, chunk_digest(data)
     raise _too_short(offset + length)
 
 
@@ -271,7 +310,10 @@ def _too_short(wanted: int) -> SourceChanged:
 def read_chunk(fd: int, offset: int, length: int) -> memoryview:
     """``length`` <= CHUNK bytes in this thread's buffer, good until its next chunk. Raises OSError; SourceChanged when
     the file ends before."""
-    return _chunk(fd, offset, length, None)
+    data = _read(fd, offset, length)
+    if len(data) < length:
+        raise _too_short(offset + length)
+    return data
 
 
 def _length(offset: int, size: int) -> int:
@@ -329,14 +371,15 @@ def copy_file(
     throttle: Throttle | None = None,
     cancelled: Callable[[], bool] | None = None,
     stable: bool = False,
+    reading: Reading | None = None,
     digests: list[bytes] | None = None,
 ) -> bytes:
     """Copy the first ``size`` bytes of ``src_fd`` into the empty ``temp`` (not synced): the tree digest of what was
     written.
 
-    ``stable`` promises that nobody truncates the source meanwhile; only then may it be mapped. ``digests`` receives
-    those of the chunks. Raises OSError; SourceChanged when ``cancelled`` says so or the source is shorter than
-    ``size``.
+    ``stable`` promises that nobody truncates the source before ``reading`` is ended; only then may it be mapped.
+    ``digests`` receives those of the chunks. Raises OSError; SourceChanged when ``cancelled`` says so or the source is
+    shorter than ``size``.
     """
     with Destination(temp.fd) as dst:
         if size <= SMALL:
@@ -353,14 +396,13 @@ def copy_file(
             dst.prefer_direct()
             offsets = range(0, size, CHUNK)
             found = [b""] * len(offsets)
-            with _mapping(src_fd, size if stable else 0) as mapped:
+            with _mapping(src_fd, size if stable else 0, reading) as mapped:
 
                 def work(offset: int, length: int) -> None:
                     if sparse:
                         digest = _copy_data(src_fd, dst, offset, length, throttle)
                     elif doubtful:
-                        data = _chunk(src_fd, offset, length, mapped)
-                        digest = chunk_digest(data)
+                        data, digest = _chunk(src_fd, offset, length, mapped)
                         if digest != _zero_digest(length):
                             dst.write(data, offset)
                     else:
@@ -393,7 +435,7 @@ def digest_file(
                 raise _too_short(offset + length)
             digests[offset // CHUNK] = _zero_digest(length)
         else:
-            digests[offset // CHUNK] = chunk_digest(_chunk(fd, offset, length, None))
+            _, digests[offset // CHUNK] = _chunk(fd, offset, length, None)
 
     _each(offsets, size, work, streams, throttle, cancelled)
     return tree_digest(digests)
@@ -461,13 +503,14 @@ class PipelinedCopy:
         throttle: Throttle | None = None,
         cancelled: Callable[[], bool] | None = None,
         stable: bool = False,
+        reading: Reading | None = None,
         digests: list[bytes] | None = None,
     ) -> bytes:
         """Complete the copy of the closed source of ``size`` bytes: the tree digest of what was written (not synced).
 
         Every chunk copied earlier is hashed again in the source and copied again if it changed; ``throttle`` counts
-        only what is written. ``stable`` and ``digests`` as in `copy_file`. Raises OSError; SourceChanged when
-        cancelled or the source is shorter than ``size``.
+        only what is written. ``stable``, ``reading`` and ``digests`` as in `copy_file`. Raises OSError; SourceChanged
+        when cancelled or the source is shorter than ``size``.
         """
         early = self._digests
         offsets = range(0, size, CHUNK)
@@ -479,14 +522,13 @@ class PipelinedCopy:
         if size > SMALL:
             self._dst.prefer_direct()
 
-        with _mapping(src_fd, size if stable else 0) as mapped:
+        with _mapping(src_fd, size if stable else 0, reading) as mapped:
 
             def work(offset: int, length: int) -> None:
                 if sparse and offset not in early:
                     found[offset // CHUNK] = _copy_data(src_fd, self._dst, offset, length, throttle)
                     return
-                data = _chunk(src_fd, offset, length, mapped)
-                digest = chunk_digest(data)
+                data, digest = _chunk(src_fd, offset, length, mapped)
                 if early.get(offset) != digest:
                     if throttle is not None:
                         throttle(length)

@@ -21,7 +21,17 @@ from pathlib import Path
 
 from tierfs.durable import TemporaryFile, create_temporary
 from tierfs.errors import TierError
-from tierfs.tiers.base import DIRECTORY, check_marker, check_owner, failing_as, open_directory, refusal, usage_of
+from tierfs.tiers.base import (
+    DIRECTORY,
+    check_marker,
+    check_owner,
+    failing_as,
+    open_directory,
+    refusal,
+    same_file,
+    usage_of,
+    write_and_remove,
+)
 from tierfs.types import Usage
 
 log = logging.getLogger("tierfs.archive")
@@ -29,10 +39,6 @@ log = logging.getLogger("tierfs.archive")
 RESERVED = b".tierfs"
 ASIDE = b"aside."
 """Prefix in the private directory: an object of the archive that an exchange has put there for a moment."""
-
-
-def same_file(a: os.stat_result, b: os.stat_result) -> bool:
-    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 
 
 @dataclass
@@ -162,6 +168,12 @@ class ArchiveRoot:
         """Space in bytes, given the bytes that tierfs holds here. Raises OSError, like ReplicaStore.usage."""
         with self.use() as held:
             return usage_of(held.root, self.limit, own_used)
+
+    def probe(self) -> None:
+        """Write, sync and remove a file. Raises TierError when the archive does not work."""
+        self.attach()
+        with failing_as(self.name, "try to write"), self.use() as held:
+            write_and_remove(held.tmp)
 
     def temporary(self, key: str) -> TemporaryFile:
         """A file to fill and sync, then to ``publish`` by its name. It may be closed meanwhile."""

@@ -22,8 +22,8 @@ import xxhash
 
 from tierfs.durable import create_temporary, fsync_directory
 from tierfs.errors import TierError
-from tierfs.tiers.base import DIRECTORY, failing_as, refusal
-from tierfs.tiers.root import ASIDE, RESERVED, ArchiveRoot, Held, same_file
+from tierfs.tiers.base import DIRECTORY, failing_as, refusal, same_file
+from tierfs.tiers.root import ASIDE, RESERVED, ArchiveRoot, Held
 
 log = logging.getLogger("tierfs.archive")
 

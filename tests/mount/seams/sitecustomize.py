@@ -33,4 +33,3 @@ def held_small(fd: int, *args: object, **kwargs: object) -> bytes:
 
 gradual.read_chunk = held
 transfer.copy_file = held_small
-gradual.READ_SECONDS = float(os.environ.get("TIERFS_TEST_READ_SECONDS", gradual.READ_SECONDS))
