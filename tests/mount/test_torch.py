@@ -8,7 +8,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,15 +108,32 @@ def test_trainer_rotates_and_resumes(mnt: TestMount) -> None:
 def test_tensorboard_reader_follows_the_writer(mounter: Mounter, mode: str, pauses: list[float]) -> None:
     """Appended with flushes, read at the same time, over kills of the daemon where the mount outlives it."""
     need("torch", "tensorboard")
-    program, steps = "tensorboard_job.py", 1500
+    program, portions, steps = "tensorboard_job.py", 4, 300
     rules = [{"match": "**/events.out.tfevents.*", "ack": "nvme"}, {"match": "**"}]
     with mounter(mode, rules=rules) as mnt, mnt.abort_after(TEST_LIMIT):
         top = mnt.path / "runs" / "one"
         top.mkdir(parents=True)
-        with running(program, "write", top, steps) as writer, running(program, "read", top, steps):
-            while writer.poll() is None and not any(path.stat().st_size > 20_000 for path in top.iterdir()):
-                time.sleep(0.05)
-            for _ in range(3 if mode == "passthrough" else 0):
-                pauses.append(mnt.strike())
-                time.sleep(0.7)
+        with running(program, "write", top) as writer, running(program, "read", top) as reader:
+            for end in range(steps, portions * steps + 1, steps):
+                tell(writer, steps)
+                if end > steps:  # the file is there: the reader follows what comes now
+                    tell(reader, end)
+                    if mode == "passthrough":
+                        pauses.append(mnt.strike())
+                    await_answer(reader, end)
+                await_answer(writer, end)
         assert len(same_on_archive(mnt)) == 1
+
+
+def tell(process: subprocess.Popen[str], number: int) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{number}\n")
+    process.stdin.flush()
+
+
+def await_answer(process: subprocess.Popen[str], number: int) -> None:
+    assert process.stdout is not None
+    said = []
+    while not said or said[-1] != f"{number}\n":
+        said.append(process.stdout.readline())
+        assert said[-1], "".join(said)[-4000:]
