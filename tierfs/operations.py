@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
@@ -20,7 +19,7 @@ import trio
 from tierfs.catalog import Catalog
 from tierfs.errors import NotDurableInTime, UsageError
 from tierfs.fs.namespace import Namespace
-from tierfs.fs.space import Space
+from tierfs.fs.space import DoesNotAnswer, Space
 from tierfs.fuse.handover import KeeperSession
 from tierfs.migrator.migrator import Migrator
 from tierfs.policy.load import load_policy
@@ -104,7 +103,7 @@ class Operations:
         except OSError as failure:
             usage = Usage(0, 0, 0)
             error = error or str(failure)
-            silent = silent or failure.errno == errno.ETIMEDOUT
+            silent = silent or isinstance(failure, DoesNotAnswer)
         closed = sums.get(ReplicaState.DURABLE, 0) + sums.get(ReplicaState.WRITTEN, 0)
         persistent = [tier.name for tier in self._host.policy.tiers if tier.persistent]
         clean = self._host.catalog.clean_bytes(name, persistent)

@@ -50,7 +50,7 @@ class World:
         self.hung: set[str] = set()
         for name, faults in self.faults.items():
             faults.hangs = lambda name=name: name in self.hung  # type: ignore[misc]
-        self.parts = assemble(top, lambda tier: faulty(tier, self.faults[tier.name]), "{tier_timeout: 20s}")
+        self.parts = assemble(top, lambda tier: faulty(tier, self.faults[tier.name]), limits="{tier_timeout: 20s}")
         monkeypatch.setattr(migrator, "WATCH_SECONDS", 5.0)
         monkeypatch.setattr(migrator, "WATCH_WRITERS_SECONDS", 5.0)
         space = self.parts.files.space

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Hashable, Iterator
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -15,7 +15,7 @@ from assembled import Parts, assemble
 
 from tierfs.errors import FsError, TierError
 from tierfs.fs.caller import Caller
-from tierfs.migrator import migrator as migrating
+from tierfs.migrator import early as copying
 from tierfs.types import ROOT_INO, Replica, ReplicaState
 
 OLD, NEW = b"old" * (3 << 20), b"new" * 1000
@@ -63,9 +63,9 @@ def durable_on_nvme(parts: Parts, ino: int) -> None:
 
 
 def remove_bytes(parts: Parts) -> None:
-    for tier, key in parts.migrator.doomed:
+    for tier, key in parts.migrator.remover.doomed:
         parts.stores[tier].remove(key)
-    parts.migrator.doomed.clear()
+    parts.migrator.remover._doomed.clear()
 
 
 def evicted(parts: Parts, ino: int, tier: str = "memory") -> None:
@@ -140,7 +140,7 @@ def check(parts: Parts, tmp_path: Path, expected: bytes | None, caplog: pytest.L
     """The archive has what is wanted, and no tier was complained of."""
     archived = tmp_path / "archive" / "f"
     assert (archived.read_bytes() if archived.exists() else None) == expected
-    assert parts.migrator.last_errors == {}
+    assert parts.migrator.outages.last_errors == {}
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -174,8 +174,8 @@ def test_the_source_of_a_copy_ahead_of_the_close_vanishes(
     expected: bytes | None,
 ) -> None:
     """It is closed, and drained to the disk, before the thread comes to open it."""
-    monkeypatch.setattr(migrating, "EARLY", 1)
-    monkeypatch.setattr(migrating, "EARLY_STEP", 1)
+    monkeypatch.setattr(copying, "EARLY", 1)
+    monkeypatch.setattr(copying, "EARLY_STEP", 1)
     monkeypatch.setattr(parts.files, "copy_targets", lambda tier, rule: ["archive"])
     ino, fh = create(parts)
 
@@ -199,8 +199,8 @@ def test_a_file_that_is_missing_for_no_reason_is_a_fault(
     failed = trio.Event()
     real = parts.migrator.outages.failed
 
-    def fails(tier: str, error: TierError) -> None:
-        real(tier, error)
+    def fails(tier: str, error: TierError, work: Hashable | None = None) -> None:
+        real(tier, error, work)
         failed.set()
 
     monkeypatch.setattr(parts.migrator.outages, "failed", fails)

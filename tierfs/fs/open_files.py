@@ -216,7 +216,7 @@ class OpenFiles:
                     # Not evicted meanwhile: the tier fails. Another one may have the bytes.
                     if not self._elsewhere(local, avoid):
                         raise
-                    log.warning("tier %s: inode %d cannot be opened: %s; trying other tiers", local.tier, ino, error)
+                    log.info("tier %s: inode %d cannot be opened: %s; trying other tiers", local.tier, ino, error)
                     avoid.add(local.tier)
                 continue
             if writes:

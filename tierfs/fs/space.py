@@ -19,6 +19,10 @@ Probe = Callable[[int], Usage]
 REFRESH_SECONDS, PATIENCE_SECONDS = 2.0, 10.0
 
 
+class DoesNotAnswer(TimeoutError):
+    """Not even with an error."""
+
+
 class RemoteProbe:
     """The probe of a tier that may take as long to answer as its server likes: asked in a thread, now and then, so that
     a statfs or status never waits for it."""
@@ -32,11 +36,11 @@ class RemoteProbe:
         self._limiter = trio.CapacityLimiter(1)
 
     def __call__(self, held: int) -> Usage:
-        """Its usage as of the last answer. OSError: that answer was one, or none came for a while."""
+        """Its usage as of the last answer. OSError: that answer was one; DoesNotAnswer: none came for a while."""
         if self._error is not None:
             raise OSError(self._error.errno, self._error.strerror)
         if self._free is None or trio.current_time() - self._answered_at > PATIENCE_SECONDS:
-            raise OSError(errno.ETIMEDOUT, "does not answer")
+            raise DoesNotAnswer(errno.ETIMEDOUT, "does not answer")
         return Usage(self._free.capacity, held, max(0, min(self._free.capacity - held, self._free.available)))
 
     async def watch(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

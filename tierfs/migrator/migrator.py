@@ -17,9 +17,10 @@ from typing import TypeVar
 import trio
 
 from tierfs.catalog import Catalog
-from tierfs.errors import CatalogError, ContentMissing, DigestMismatch, SourceChanged, TierError
+from tierfs.errors import CatalogError, ContentMissing, DigestMismatch, NoAnswer, SourceChanged, TierError
 from tierfs.fs.lanes import SLOWEST, Beat, Lanes
 from tierfs.fs.open_files import OpenFiles
+from tierfs.fs.space import DoesNotAnswer
 from tierfs.migrator.archive import Archive, Ready
 from tierfs.migrator.early import EarlyCopies
 from tierfs.migrator.evict import Evictor
@@ -212,7 +213,10 @@ class Migrator:
                 nursery.start_soon(self._replay)
         self.early.drop(nursery)
         for tier, error in self.evictor.run():
-            self.outages.failed(tier, TierError.of(tier, "statfs", error))
+            silent = isinstance(error, DoesNotAnswer)
+            self.outages.failed(
+                tier, NoAnswer(f"tier {tier} does not answer") if silent else TierError.of(tier, "statfs", error)
+            )
         for tier in list(self.outages):
             if not self.outages.wait(tier):
                 self.outages.begin(tier, PROBE)
@@ -483,6 +487,8 @@ class Migrator:
         finally:
             self.outages.end(self.archive_name, REPLAY)
             self._replaying = False
+            if self.archive_name in self.outages:
+                self._kick.set()
 
     def _awaited(self, ino: int, version: int) -> bool:
         """Whether content that was copied to the archive still has its turn before it."""

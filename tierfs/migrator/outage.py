@@ -10,7 +10,6 @@ A piece of work that failed has a delay of its own, too: a tier that works for a
 
 from __future__ import annotations
 
-import errno
 import logging
 import random
 from collections.abc import Hashable
@@ -20,7 +19,7 @@ from typing import TypeVar
 
 import trio
 
-from tierfs.errors import TierError
+from tierfs.errors import NoAnswer, TierError
 
 log = logging.getLogger("tierfs.migrator")
 
@@ -129,7 +128,7 @@ class Outages(dict[str, Outage]):
         if known is None:
             log.log(logging.WARNING if news else logging.INFO, "%s; trying again until it works", error)
             known = self[tier] = Outage(str(error), False, now, 0.0)
-        known.error, known.silent = str(error), error.errno == errno.ETIMEDOUT
+        known.error, known.silent = str(error), isinstance(error, NoAnswer)
         if work is not None:
             known.failed.add(work)
             if len(self._later) >= REMEMBERED:

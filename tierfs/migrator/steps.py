@@ -15,11 +15,13 @@ import enum
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tierfs.catalog import PublishedName
-from tierfs.errors import ContentMissing
+from tierfs.errors import ContentMissing, TierError
 from tierfs.tiers.tree import TreeStore
+from tierfs.tiers.wrap import PASSING, TRIES
 from tierfs.types import Ino, Replica, ReplicaState
 
 Path = tuple[bytes, ...]
@@ -221,13 +223,17 @@ class Batch:
         archive fails, ContentMissing when the
         bytes that a step would publish are not there."""
         again, self.again = self.again, True
-        for number, step in enumerate(self.steps):
-            alive()
-            if not step.take(store) and not (again and self._published_before(number, store)):
-                shown = b"/".join(step.path).decode(errors="replace")
-                raise ContentMissing(f"tier {store.name}: the copy of {shown} was removed; it is made again")
-        alive()
-        store.sync_directories({path[:-1] for step in self.steps for path in step.touches})
+        for number in range(len(self.steps)):
+            _several_times(partial(self._take, number, store, again), partial(self._take, number, store, True), alive)
+        directories = {path[:-1] for step in self.steps for path in step.touches}
+        sync = partial(store.sync_directories, directories)
+        _several_times(sync, sync, alive)
+
+    def _take(self, number: int, store: TreeStore, again: bool) -> None:
+        step = self.steps[number]
+        if not step.take(store) and not (again and self._published_before(number, store)):
+            shown = b"/".join(step.path).decode(errors="replace")
+            raise ContentMissing(f"tier {store.name}: the copy of {shown} was removed; it is made again")
 
     def _published_before(self, number: int, store: TreeStore) -> bool:
         """Whether the content of a PUBLISH stands where that or a later step of this batch puts it."""
@@ -302,6 +308,22 @@ class Batch:
                 Ino(ino), version, tier, ReplicaState.DURABLE, "", size, bytes.fromhex(digest) if digest else None
             )
         return batch
+
+
+def _several_times(first: Callable[[], None], again: Callable[[], None], alive: Callable[[], object]) -> None:
+    """One answer in ten that is wrong must not send a batch of hundreds of steps back to its start each time.
+    Raises TierError."""
+    work = first
+    for left in reversed(range(TRIES)):
+        alive()
+        try:
+            return work()
+        except ContentMissing:
+            raise
+        except TierError as error:
+            if not left or not error.temporary or error.errno not in PASSING:
+                raise
+        work = again
 
 
 def _text(value: bytes) -> str:

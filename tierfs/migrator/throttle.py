@@ -32,10 +32,12 @@ class Throttle:
             now = time.monotonic()
             start = max(now, self._free_at)
             self._free_at = start + size / min(rates)
-        while (left := start - time.monotonic()) > 0:
+        left = start - now
+        while left > 0:
             if alive is not None:
                 alive()
-            step = min(left, 1.0)
+            step = left if alive is None else min(left, 1.0)
+            left -= step
             if cancel is None:
                 time.sleep(step)
             elif cancel.wait(step):

@@ -17,9 +17,21 @@ from tierfs.tiers.base import ReplicaStore
 S = TypeVar("S")
 
 TRIES = 5
-PASSING = frozenset({errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EREMOTEIO})
-"""Errors that another try may cure at once."""
-REPEATABLE = frozenset({"open", "create", "size", "remove", "is_written"})
+PASSING = frozenset(
+    {
+        errno.EIO,
+        errno.ESTALE,
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.EREMOTEIO,
+        errno.ETIMEDOUT,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+    }
+)
+"""Errors that another try may cure at once, and that cost little more when it does not."""
+REPEATABLE = frozenset({"open", "create", "size", "remove", "is_written", "usage"})
 """Methods of a store that may be called twice."""
 
 

@@ -1,0 +1,119 @@
+"""Real mounts whose tiers fail or hang."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fault.conftest import Switches
+from tests.mount.conftest import MODES, Mounter
+from tierfs.testing.mounting import TestMount
+
+HERE = Path(__file__).parent
+LIMIT = 150.0
+NOISE = ["tier (nvme|archive): .*trying again"]
+QUICK = {"limits": {"read_timeout": "10s", "tier_timeout": "2s"}}
+
+
+@contextlib.contextmanager
+def mount(mounter: Mounter, mode: str, switches: Switches, **options: object) -> Iterator[TestMount]:
+    with mounter(mode, allow_log=NOISE, **options) as made, made.abort_after(LIMIT):
+        try:
+            yield made
+        finally:
+            switches.repair()
+
+
+def training(what: str, top: Path, steps: int) -> None:
+    command = [sys.executable, "-W", "ignore", HERE / "training.py", what, top, str(steps)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_training_run_on_faulty_tiers_ends_without_an_error(mounter: Mounter, mode: str, switches: Switches) -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("needs torch")
+    steps = 12
+    rules = [{"match": "**/train.log", "ack": "nvme"}, {"match": "**/model.pt", "fsync": "nvme"}, {"match": "**"}]
+    with mount(mounter, mode, switches, rules=rules) as mnt:
+        switches.errors(0.1, "nvme", "archive")
+        top = mnt.path / "run"
+        top.mkdir()
+        training("train", top, steps)
+        mnt.flush(timeout=100)
+        training("check", mnt.archive / "run", steps)
+        switches.repair()
+        names = [top / "step-12" / "model.pt", top / "step-11" / "model.pt"]
+        for tier in ("memory", "nvme"):
+            mnt.evict(*names, tier=tier)
+        training("check", top, steps)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tier", ["nvme", "archive"])
+def test_a_mount_goes_on_while_a_tier_hangs(mounter: Mounter, mode: str, switches: Switches, tier: str) -> None:
+    other = ({"nvme", "archive"} - {tier}).pop()
+    with mount(mounter, mode, switches, extra=QUICK) as mnt:
+        (mnt.path / "before").write_bytes(b"b" * (1 << 20))
+        mnt.flush()
+        mnt.evict(mnt.path / "before", tier="memory")
+        switches.hang(tier)
+        for number in range(6):
+            (mnt.path / f"f{number}").write_bytes(bytes([number]) * (2 << 20))
+        state_of(mnt, tier, "down")
+        started = time.monotonic()
+        for number in range(6):
+            path = mnt.path / f"f{number}"
+            with path.open("r+b") as file:
+                file.write(b"again")
+            os.truncate(path, 1 << 20)
+            path.rename(mnt.path / f"g{number}")
+            assert (mnt.path / f"g{number}").read_bytes()[:6] == b"again" + bytes([number])
+            assert os.statvfs(mnt.path).f_blocks > 0
+        (mnt.path / "g5").unlink()
+        if tier == "nvme":
+            assert (mnt.path / "before").read_bytes() == b"b" * (1 << 20), "the archive has it, too"
+        assert time.monotonic() - started < 20, "something waited for the tier"
+        until(lambda: tier_of(mnt, other)["state"] == "ok", f"{other} is taken along")
+        threads = len(list(Path(f"/proc/{mnt.daemon_pid()}/task").iterdir()))
+        assert threads < 60
+        late = mnt.cli("flush", mnt.path, "--timeout", "1s", check=False)
+        assert late.code == (3 if tier == "archive" else 0), "what the archive has is as durable as can be"
+        assert tier == "nvme" or "archive" in late.err
+        switches.repair()
+        mnt.flush()
+        state_of(mnt, tier, "ok")
+        for number in range(5):
+            expected = b"again" + bytes([number]) * ((1 << 20) - 5)
+            assert (mnt.archive / f"g{number}").read_bytes() == expected == (mnt.path / f"g{number}").read_bytes()
+        assert not (mnt.archive / "g5").exists()
+
+
+def tier_of(mnt: TestMount, name: str) -> dict[str, object]:
+    tiers = mnt.status()["tiers"]
+    assert isinstance(tiers, list)
+    return next(tier for tier in tiers if tier["name"] == name)
+
+
+def state_of(mnt: TestMount, name: str, state: str) -> None:
+    until(lambda: tier_of(mnt, name)["state"] == state, f"{name} never became {state}")
+    assert (tier_of(mnt, name)["last_error"] is None) == (state == "ok")
+
+
+def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
