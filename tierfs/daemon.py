@@ -24,6 +24,7 @@ from tierfs.errors import MountError, NotDurableInTime, TierError, TierfsError
 from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.namespace import Namespace
 from tierfs.fs.open_files import OpenFiles
+from tierfs.fs.settle import settle
 from tierfs.fs.space import RemoteProbe, Space
 from tierfs.fuse import adapter
 from tierfs.fuse.backing import BackingIds
@@ -32,10 +33,12 @@ from tierfs.fuse.handover import KeeperSession, KeeperState
 from tierfs.fuse.keeper import mount_number, run_keeper, unmount_fuse
 from tierfs.fuse.requests import Requests
 from tierfs.migrator.migrator import Migrator
-from tierfs.migrator.recovery import reclaim_orphans, recover_lost_memory
+from tierfs.migrator.recovery import reclaim_orphans
+from tierfs.migrator.rollback import recover_lost_memory
 from tierfs.operations import UNDRAINED, Operations
 from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy
+from tierfs.report import Report, keep_report
 from tierfs.state import CATALOG, state_lock
 from tierfs.tiers.assembly import Tiers
 
@@ -76,6 +79,8 @@ class Daemon:
     on_ready: Callable[[], None]
     catalog: Catalog = field(init=False)
     started: float = field(default_factory=time.time)
+    report: Report = field(default_factory=Report)
+    """What this start found and put right."""
 
     def __post_init__(self) -> None:
         self._number = mount_number(self.mountpoint)
@@ -109,6 +114,7 @@ class Daemon:
             space=space,
             backing=backing,
             recall=migrator.recaller.recall,
+            preserve=migrator.recaller.preserve,
             fill=migrator.recaller.fill,
             changed=migrator.changed,
             quiesce=migrator.quiesce,
@@ -121,7 +127,7 @@ class Daemon:
         operations = Operations(self, names, migrator, space)
         flusher = migrator.flusher
         filesystem = Filesystem(
-            self.catalog, names, files, flusher.wait_durable, flusher.wait_replayed, operations.virtual_xattrs
+            self.catalog, names, files, flusher.wait_durable, flusher.wait_settled, operations.virtual_xattrs
         )
         self._take_over(files, names, backing, migrator.archive.storing)
         kernel: Device | adapter.Session
@@ -138,7 +144,7 @@ class Daemon:
                 nursery.start_soon(migrator.run)
                 nursery.start_soon(files.follow_rules)
                 if not self.catalog.was_clean:
-                    nursery.start_soon(reclaim_orphans, self.catalog, self.tiers.stores, files.former_key)
+                    nursery.start_soon(self._reclaim_orphans, files)
                 await nursery.start(serve_control, self._socket(), operations.handlers())
                 self._write_record()
                 nursery.start_soon(self._await_signal, operations, kernel)
@@ -178,8 +184,13 @@ class Daemon:
         """Continue where a former daemon of the same mount stopped, or begin a new connection."""
         if self.session is None or self.session.restarts == 0:
             self.catalog.forget_requests()
-            recover_lost_memory(self.catalog, self.policy, self.tiers.stores, storing)
-            files.settle()
+            keep = functools.partial(keep_report, self.policy.state)
+            self.report = recover_lost_memory(self.catalog, self.policy, self.tiers.stores, files, storing, keep)
+            for line in self.report.lines():
+                log.error("%s", line)
+            files.orphans.clear()
+            files.orphans.update(self.catalog.orphans())
+            settle(files)
             names.forget(list(files.orphans))
             return
         handles = self.session.handles.handles()
@@ -187,7 +198,15 @@ class Daemon:
             files.adopt(handle.fh, handle.ino, handle.flags, handle.backing_id)
         if backing is not None:
             backing.reclaim({handle.backing_id for handle in handles}, self.session.handles.last_backing_id)
-        files.settle()
+        settle(files)
+
+    async def _reclaim_orphans(self, files: OpenFiles) -> None:
+        self.report.orphans_removed += await reclaim_orphans(self.catalog, self.tiers.stores, files.former_key)
+        if self.report:
+            try:
+                await trio.to_thread.run_sync(keep_report, self.policy.state, self.report)
+            except OSError as error:
+                log.error("the report of the recovery could not be kept in %s: %s", self.policy.state, error)
 
     def _socket(self) -> Path:
         return mount_directory(self.mountpoint) / "control.sock"

@@ -151,7 +151,7 @@ class Operations:
                 "late_bytes": late_bytes,
                 "late": self._late_paths(),
             },
-            "held_deletes": {"files": 0, "bytes": 0},
+            "held_deletes": dict(zip(("files", "bytes"), self._migrator.held.sums(), strict=True)),
         }
 
     def _late_paths(self) -> list[str]:

@@ -29,7 +29,8 @@ from tierfs.fs.open_files import OpenFiles
 from tierfs.fs.space import Space
 from tierfs.fsck import check_tiers
 from tierfs.migrator.archive import Archive, Ready
-from tierfs.migrator.recovery import recover_lost_memory
+from tierfs.migrator.held import HeldDeletes
+from tierfs.migrator.rollback import recover_lost_memory
 from tierfs.migrator.throttle import Throttle
 from tierfs.migrator.transfer import Transfer, copy_to_store
 from tierfs.policy.match import RuleMatcher
@@ -134,6 +135,9 @@ class World:
         async def no_recall(attributes: Attributes, tier: str) -> Replica:
             raise FsError(errno.EIO)
 
+        async def no_copy(replica: Replica) -> Replica:
+            raise FsError(errno.EIO)
+
         def no_fill(attributes: Attributes, tier: str) -> NoReturn:
             raise FsError(errno.EIO)
 
@@ -143,7 +147,7 @@ class World:
         async def no_wait(ino: int, version: int, tier: str) -> None:
             pass
 
-        async def no_replay() -> None:
+        async def no_replay(tier: str) -> None:
             pass
 
         self.files = OpenFiles(
@@ -154,12 +158,14 @@ class World:
             space=Space(self.policy, {"memory": self.memory.usage, "archive": self.store.usage}, lambda tier: 0),
             backing=None,
             recall=no_recall,
+            preserve=no_copy,
             fill=no_fill,
             changed=lambda: None,
             quiesce=quiet,
             discard=lambda tier, key: None,
         )
         self.files.orphans.update(self.catalog.orphans())
+        self.held = HeldDeletes(self)
         self.names = Namespace(self.catalog, self.files)
         self.fs = Filesystem(self.catalog, self.names, self.files, no_wait, no_replay, lambda attributes: {})
 
@@ -194,7 +200,9 @@ class World:
             self.lost = True
         self.start()
         if lose_memory:
-            recover_lost_memory(self.catalog, self.policy, {"memory": self.memory}, self.archive.storing)
+            recover_lost_memory(self.catalog, self.policy, {"memory": self.memory}, self.files, self.archive.storing)
+            self.files.orphans.clear()
+            self.files.orphans.update(self.catalog.orphans())
         self.names.forget(list(self.files.orphans))
 
     # the mount
@@ -309,6 +317,7 @@ class World:
             assert crash == "io"
             return True
         self.archive.commit(batch)
+        self.held.release()
         for replica in batch.stored.values():
             self.ready.pop((replica.ino, replica.version), None)
         for key in list(self.ready):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tierfs.types import Usage
 
 @dataclass
 class Parts:
-    """Tiers memory (a plain directory), nvme and archive below one directory; nothing drains by itself."""
+    """Tiers memory (a plain directory), nvme (or others) and archive below one directory; nothing drains by itself."""
 
     catalog: Catalog
     stores: dict[str, ReplicaStore]
@@ -44,18 +44,20 @@ def assemble(
     top: Path,
     wrap: Callable[[Any], Any] = lambda tier: tier,
     *,
+    disks: Sequence[str] = ("nvme",),
     rules: str = "",
     memory: str = "64MiB",
     limits: str = "{}",
 ) -> Parts:
-    """``wrap`` is called with each tier but memory once it is prepared, for something to be used in its place."""
+    """``wrap`` is called with each tier but memory once it is prepared, for something to be used in its place.
+    ``disks``: tiers between memory and archive. ``rules``: the policy's, as YAML."""
+    middle = "".join(f"  {name}: {{kind: dir, path: {top}/{name}}}\n" for name in disks)
     policy = parse_policy(
         f"""
 state: {top}/state
 tiers:
   memory: {{kind: memory, size: {memory}, path: {top}/memory}}
-  nvme: {{kind: dir, path: {top}/nvme}}
-  archive: {{kind: dir, path: {top}/archive}}
+{middle}  archive: {{kind: dir, path: {top}/archive}}
 limits: {limits}
 rules: {rules or "[]"}
 """,
@@ -63,13 +65,13 @@ rules: {rules or "[]"}
     )
     catalog = Catalog(top / "catalog")
     stores = {
-        name: ReplicaStore(name, top / name, persistent=persistent)
-        for name, persistent in (("memory", False), ("nvme", True))
+        name: ReplicaStore(name, top / name, persistent=name != "memory") for name in ("memory", *disks)
     }
     tree = TreeStore("archive", top / "archive")
     for tier in (*stores.values(), tree):
         tier.prepare()
-    stores["nvme"], tree = wrap(stores["nvme"]), wrap(tree)
+    stores.update({name: wrap(stores[name]) for name in disks})
+    tree = wrap(tree)
     migrator = Migrator(catalog, policy, stores, tree)
     probes = {**{name: store.usage for name, store in stores.items()}, "archive": tree.usage}
     space = Space(policy, probes, catalog.tier_bytes)
@@ -81,6 +83,7 @@ rules: {rules or "[]"}
         space=space,
         backing=None,
         recall=migrator.recaller.recall,
+        preserve=migrator.recaller.preserve,
         fill=migrator.recaller.fill,
         changed=migrator.changed,
         quiesce=migrator.quiesce,
@@ -89,6 +92,6 @@ rules: {rules or "[]"}
     )
     migrator.files = files
     names = Namespace(catalog, files)
-    filesystem = Filesystem(catalog, names, files, migrator.wait_durable, migrator.flusher.wait_replayed, lambda _: {})
+    filesystem = Filesystem(catalog, names, files, migrator.wait_durable, migrator.flusher.wait_settled, lambda _: {})
     requests = Requests(filesystem, lambda: Usage(0, 0, 0))
     return Parts(catalog, stores, tree, migrator, files, names, filesystem, requests)

@@ -260,3 +260,44 @@ def test_a_full_disk_loses_nothing_and_work_goes_on_once_there_is_room(tmp_path:
         catalog.close()
     finally:
         subprocess.run(["umount", "-l", disk], check=False)
+
+
+def test_a_bulk_transaction_is_all_or_nothing_whatever_its_size(tmp_path: Path) -> None:
+    """It is larger than the journal, and killed inside it leaves no trace."""
+
+    def make(catalog: Catalog, first: int) -> None:
+        for number in range(first, first + 300):
+            attributes = catalog.add_inode(0o100644, 0, 0, 1)
+            catalog.set_xattr(attributes.ino, b"user.x", b"x" * 30_000)
+            catalog.add_entry(1, b"%d" % number, attributes.ino)
+
+    catalog = Catalog(tmp_path / "catalog")
+    with catalog.transaction():
+        catalog.add_entry(1, b"before", 1)
+
+    def fail() -> None:
+        with catalog.bulk():
+            make(catalog, 0)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert [entry.name for entry in catalog.entries(1, 0, 1000)] == [b"before"]
+    with catalog.bulk():
+        make(catalog, 1000)
+    with catalog.transaction():
+        catalog.add_entry(1, b"after", 1)
+
+    def die() -> None:
+        with catalog.bulk():
+            make(catalog, 2000)
+            shutil.copytree(tmp_path, tmp_path.with_name("copy"))  # as a killed daemon leaves it
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        die()
+    catalog.close()
+    again = Catalog(tmp_path.with_name("copy") / "catalog")
+    names = {entry.name for entry in again.entries(1, 0, 1000)}
+    assert names == {b"before", b"after", *(b"%d" % number for number in range(1000, 1300))}
+    again.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tierfs.catalog.deadlines import Deadlines
+from tierfs.catalog.held import HeldQueries
 from tierfs.errors import FsError
 from tierfs.types import ROOT_INO, Attributes, Ino, OpKind, Replica, ReplicaState
 
@@ -55,7 +56,7 @@ def _replica(row: tuple[int, int, str, int, str, int, bytes | None]) -> Replica:
     return Replica(Ino(row[0]), row[1], row[2], ReplicaState(row[3]), row[4], row[5], row[6])
 
 
-class Catalog(Deadlines):
+class Catalog(Deadlines, HeldQueries):
     """The queries, by what they are about. Reads see every transaction that has ended."""
 
     def __init__(self, path: Path) -> None:
@@ -261,7 +262,12 @@ class Catalog(Deadlines):
         return self._write(sql, (size, blocks, mtime_ns, mtime_ns, ino)).rowcount > 0
 
     def orphans(self) -> list[int]:
-        return [row[0] for row in self._run("SELECT ino FROM inodes WHERE nlink=0")]
+        """Inodes without a name that the kernel may still know."""
+        sql = (
+            "SELECT ino FROM inodes WHERE nlink=0 AND NOT EXISTS"
+            " (SELECT 1 FROM held WHERE held.ino=inodes.ino AND forgotten=1)"
+        )
+        return [row[0] for row in self._run(sql)]
 
     def drop_inodes(self, inos: list[int]) -> None:
         for ino in inos:
@@ -269,6 +275,7 @@ class Catalog(Deadlines):
             if self._run("SELECT 1 FROM chunks WHERE ino=?", (ino,)).fetchone():
                 self._write("DELETE FROM chunks WHERE ino=?", (ino,))
             self.drop_deadline(ino)
+            self.drop_versions(ino, every=True)
             self._write("DELETE FROM inodes WHERE ino=? AND nlink=0", (ino,))
 
     # xattrs
@@ -360,13 +367,14 @@ class Catalog(Deadlines):
 
     def begin_version(self, ino: int, version: int) -> None:
         """``version`` becomes the current one; copies of older ones that were queued are moot."""
+        self.keep_version(ino)
         self._write("UPDATE inodes SET version=? WHERE ino=?", (version, ino))
         self._write("DELETE FROM drains WHERE ino=?", (ino,))
 
-    def roll_back(self, ino: int, version: int, size: int) -> None:
-        """An older version is the current one again; contents of later ones, whose numbers come again, are moot."""
-        self._write("UPDATE inodes SET version=?, size=? WHERE ino=?", (version, size, ino))
-        self._write("DELETE FROM oplog WHERE kind=? AND ino=? AND arg>?", (int(OpKind.CONTENT), ino, version))
+    def end_content(self, ino: int) -> None:
+        """The file is gone: no version is current, and no copy wanted."""
+        self._write("UPDATE inodes SET version=0 WHERE ino=?", (ino,))
+        self._write("DELETE FROM drains WHERE ino=?", (ino,))
 
     def tier_sums(self, tier: str) -> dict[int, int]:
         """Bytes on a tier by replica state."""
@@ -449,6 +457,20 @@ class Catalog(Deadlines):
             Operation(row[0], OpKind(row[1]), Ino(row[2]), Ino(row[3]), row[4], row[5], row[6] or b"", row[7])
             for row in rows
         ]
+
+    def operations_after(self, seq: int) -> list[Operation]:
+        rows = self._run(
+            "SELECT seq, kind, ino, parent, name, arg, name2, at_ns FROM oplog WHERE seq>? ORDER BY seq", (seq,)
+        )
+        return [
+            Operation(row[0], OpKind(row[1]), Ino(row[2]), Ino(row[3]), row[4], row[5], row[6] or b"", row[7])
+            for row in rows
+        ]
+
+    def first_operation(self) -> int:
+        """Sequence number of the oldest operation, 0 when the oplog is empty."""
+        row = self._run("SELECT MIN(seq) FROM oplog").fetchone()
+        return row[0] or 0
 
     def drop_operations(self, through: int) -> None:
         self._write("DELETE FROM oplog WHERE seq<=?", (through,))

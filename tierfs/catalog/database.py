@@ -12,6 +12,7 @@ import os
 import sqlite3
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -256,6 +257,27 @@ class Database:
             raise CatalogError(f"catalog {self.path}: {error}") from error
         self._uncommitted = 0
         self._commit_at = GROUP
+        self._journal.begin(following)
+
+    @contextlib.contextmanager
+    def bulk(self) -> Iterator[None]:
+        """A transaction of any size: SQLite's own, past the journal. Killed inside, the catalog is as before; when the
+        block ends, it is committed as by `commit`. Raises CatalogError."""
+        self.commit()
+        following = self._journal.generation + 1
+        self._begin()
+        try:
+            yield
+            self._write("UPDATE meta SET value=? WHERE key='generation'", (following,))
+            self._run("COMMIT")
+        except BaseException as error:
+            self._inside = False
+            self._last_ino, self._last_seq = self._next_ino, self._next_seq
+            self._roll_back()
+            if isinstance(error, sqlite3.Error):
+                raise CatalogError(f"catalog {self.path}: {error}") from error
+            raise
+        self._inside = False
         self._journal.begin(following)
 
     # stable storage

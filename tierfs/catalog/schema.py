@@ -131,5 +131,44 @@ CREATE TABLE IF NOT EXISTS deadlines (
     due_ns  INTEGER NOT NULL            -- wall clock
 );
 CREATE INDEX IF NOT EXISTS deadlines_by_due ON deadlines(due_ns);
+
+CREATE TABLE IF NOT EXISTS held (
+    seq       INTEGER PRIMARY KEY,      -- version 0: the operation that took a name from ino (its oplog.seq); else the
+                                        -- close (its drains.seq) that replaced this version. The row goes once
+                                        -- everything closed before seq is durable
+    ino       INTEGER NOT NULL,         -- whose inode, xattrs and durable replicas stay until then
+    version   INTEGER NOT NULL,         -- 0: a name was taken
+    since     INTEGER NOT NULL,         -- the close of ino, if it was durable nowhere when its last name went; else 0
+    parent    INTEGER NOT NULL,         -- the name that it lost; 0 and b'' with a version
+    name      BLOB NOT NULL,
+    forgotten INTEGER NOT NULL          -- 1: no name, no handle, unknown to the kernel: nothing but this row keeps it
+);
+CREATE INDEX IF NOT EXISTS held_by_ino ON held(ino);
+
+CREATE TABLE IF NOT EXISTS versions (
+    ino      INTEGER NOT NULL,          -- a file as it was when this version, durable somewhere, was replaced
+    version  INTEGER NOT NULL,
+    size     INTEGER NOT NULL,
+    blocks   INTEGER NOT NULL,
+    mtime_ns INTEGER NOT NULL,
+    mode     INTEGER NOT NULL,
+    uid      INTEGER NOT NULL,
+    gid      INTEGER NOT NULL,
+    PRIMARY KEY (ino, version)
+) WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS version_xattrs (
+    ino     INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    name    BLOB NOT NULL,
+    value   BLOB NOT NULL,
+    PRIMARY KEY (ino, version, name)
+) WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS vouched (
+    ino     INTEGER PRIMARY KEY,        -- a file of which somebody was told that this version is durable, while
+    version INTEGER NOT NULL,           -- something closed before it may not have been
+    seq     INTEGER NOT NULL            -- when
+);
 """
 """Tables that a catalog of an earlier build of this format lacks: made when it is opened."""

@@ -22,12 +22,14 @@ import click
 from tierfs.cli import render
 from tierfs.cli.inspect import ANSWER_SECONDS, Mountpoint, mount_at
 from tierfs.cli.moving import Duration, flush_one, lost_files
+from tierfs.cli.recovering import show
 from tierfs.control.client import call
 from tierfs.control.protocol import MountRecord, list_mounts, mount_table, pid_alive
 from tierfs.errors import MountError, NotDurableInTime, TierfsError, UsageError
 from tierfs.policy.load import check_paths, load_policy
 from tierfs.policy.machine import Machine, check_machine
 from tierfs.policy.model import Policy
+from tierfs.report import read_reports
 
 RESTART_SECONDS = 30.0
 _UMOUNT_NOFOLLOW = 8
@@ -120,6 +122,7 @@ def sd_notify(state: str) -> None:
 
 def _in_background(policy: Policy, mountpoint: Path, config: Path) -> int:
     log_path = policy.state / "tierfs.log"
+    known = {report.at for report in read_reports(policy.state)}
     try:
         policy.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -150,7 +153,12 @@ def _in_background(policy: Policy, mountpoint: Path, config: Path) -> int:
             if pid:
                 os.kill(pid, signal.SIGTERM)
             raise
-    return _result(line, log_path)
+    code = _result(line, log_path)
+    for report in read_reports(policy.state):
+        if report.at not in known:
+            render.say(f"mounted {mountpoint} after a recovery; `tierfs recover {config}` shows this again:")
+            show(report)
+    return code
 
 
 def _become_daemon(policy: Policy, mountpoint: Path, config: Path, log_fd: int, ready_fd: int) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -134,6 +135,9 @@ def status(mount: Json) -> None:
             f"past their deadline: {drain['late_files']} files ({size(drain.get('late_bytes'))}), first "
             + ", ".join(drain.get("late") or [])
         )
+    held = mount.get("held_deletes") or {}
+    if held.get("files"):
+        say(f"held deletes: {held['files']} files ({size(held.get('bytes'))}) until what was closed before is durable")
     rows = [
         [
             tier.get("name"),
@@ -156,6 +160,18 @@ def info(answer: Json) -> None:
         [r.get("tier"), r.get("version"), r.get("state"), size(r.get("bytes"))] for r in answer.get("replicas") or []
     ]
     table(("TIER", "VERSION", "STATE", "SIZE"), rows, right=("VERSION", "SIZE"))
+
+
+def recovery(report: Json) -> None:
+    """What one start of a mount found and put right."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report["at"]))
+    counts = ", ".join(
+        f"{len(report[key])} {what}"
+        for key, what in (("rolled_back", "rolled back"), ("lost", "lost"), ("undone", "undone"))
+    )
+    say(f"{when}: {counts}, {report['orphans_removed']} orphans removed")
+    for line in report["lines"]:
+        say(f"  {line}")
 
 
 def policy(summary: Json) -> None:

@@ -46,8 +46,8 @@ class Filesystem:
     files: OpenFiles
     wait_durable: Callable[[int, int, str], Awaitable[None]]
     """(ino, version, tier): returns when that version, or a newer one, is durable at the tier or below."""
-    wait_replayed: Callable[[], Awaitable[None]]
-    """Returns when the archive shows everything that was done until now."""
+    wait_settled: Callable[[str], Awaitable[None]]
+    """Returns when nothing done until now can be undone by a loss above this tier; on the archive it shows, too."""
     describe: Callable[[Attributes], dict[bytes, bytes]]
     """The read-only user.tierfs.* attributes of a regular file."""
 
@@ -159,11 +159,12 @@ class Filesystem:
 
     async def fsync_directory(self, ino: int) -> None:
         """Names below a directory whose rule's ``fsync`` names a tier are safe when this returns, as far down as that:
-        in the catalog, or on the archive, too. Without such a rule they are as safe as files in the ack tier."""
+        in the catalog, with all that was closed before durable there, so that no loss undoes them, or on the archive,
+        too. Without such a rule they are as safe as files in the ack tier."""
         tier = self.files.rule_of(self.catalog.path_of(ino))[1].fsync
-        if tier == self.files.policy.tiers[-1].name:
-            await self.wait_replayed()
-        elif tier is not None or not any(tier.kind == "memory" for tier in self.files.policy.tiers):
+        if tier is not None:
+            await self.wait_settled(tier)
+        elif not any(tier.kind == "memory" for tier in self.files.policy.tiers):
             await self._sync_catalog()
 
     async def _sync_catalog(self) -> None:

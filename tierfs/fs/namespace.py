@@ -15,7 +15,7 @@ from tierfs.errors import FsError
 from tierfs.fs.caller import Caller
 from tierfs.fs.open_files import OpenFiles
 from tierfs.plan.placement import role_of
-from tierfs.types import ROOT_INO, Attributes, OpKind
+from tierfs.types import ROOT_INO, Attributes, OpKind, ReplicaState
 
 NAME_MAX = 255
 LINK_MAX = 65000
@@ -197,7 +197,8 @@ class Namespace:
         self.catalog.remove_entry(parent, name)
         self._unname(child, now)
         self.catalog.touch_directory(parent, now, -1 if stat.S_ISDIR(child.mode) else 0)
-        self.catalog.log(OpKind.UNLINK, child.ino, now, parent=parent, name=name, arg=child.mode)
+        seq = self.catalog.log(OpKind.UNLINK, child.ino, now, parent=parent, name=name, arg=child.mode)
+        self._hold(seq, child, parent, name)
         self.files.changed()
 
     def _unname(self, child: Attributes, now: int) -> None:
@@ -206,6 +207,19 @@ class Namespace:
         self.catalog.set_links(child.ino, links, now)
         if links == 0:
             self.files.orphans.add(child.ino)
+
+    def _hold(self, seq: int, child: Attributes, parent: int, name: bytes) -> None:
+        """The operation ``seq`` took this name from ``child``: it can be undone until what came before is durable."""
+        last = child.nlink == 1 and stat.S_ISREG(child.mode)
+        self.catalog.hold_name(seq, child.ino, self._waiting_since(child) if last else 0, parent, name)
+
+    def _waiting_since(self, child: Attributes) -> int:
+        """The close of a file's current version if that is durable nowhere yet, but waits to be; else 0."""
+        if any(
+            r.version == child.version and r.state is ReplicaState.DURABLE for r in self.catalog.replicas(child.ino)
+        ):
+            return 0
+        return self.catalog.queued_since(child.ino, child.version)
 
     def forget(self, inos: list[int]) -> None:
         """The kernel no longer knows these inodes: those without a name go."""
@@ -280,7 +294,9 @@ class Namespace:
         self.catalog.touch_directory(parent, now, -1 if directory else 0)
         self.catalog.touch_directory(parent2, now, int(directory) - int(replaced_directory))
         self.catalog.add_links(moved.ino, 0, now)
-        self.catalog.log(OpKind.RENAME, moved.ino, now, parent=parent, name=name, arg=parent2, name2=name2)
+        seq = self.catalog.log(OpKind.RENAME, moved.ino, now, parent=parent, name=name, arg=parent2, name2=name2)
+        if other is not None:
+            self._hold(seq, other, parent2, name2)
 
     def _exchange(
         self, parent: int, name: bytes, a: Attributes, parent2: int, name2: bytes, b: Attributes, now: int

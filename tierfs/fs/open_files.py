@@ -66,6 +66,8 @@ class OpenFiles:
     space: Space
     backing: Backing | None
     recall: Recall
+    preserve: Callable[[Replica], Awaitable[Replica]]
+    """Copy a replica to another file of its tier, durably, and return what that is; the catalog is not told."""
     fill: Callable[[Attributes, str], Filling]
     """Like `recall`, but returns at once, with the bytes on their way."""
     changed: Callable[[], None]
@@ -182,9 +184,10 @@ class OpenFiles:
                 if inode.filling is not None:
                     await (inode.filling.cut() if truncate else inode.filling.complete())
                     inode.filling = None
+                kept = await self._keep_last(inode.replica, inode.rule)
                 await self.quiesce(ino)
                 if inode.replica.state is not ReplicaState.OPEN:
-                    self._begin_version(inode)
+                    self._begin_version(inode, kept)
                 if truncate:
                     self.local.at_once(inode.replica.tier, partial(os.ftruncate, inode.fd, 0), "truncate")
             except BaseException:
@@ -198,6 +201,7 @@ class OpenFiles:
         path = self.catalog.path_of(ino)
         number, rule = self.rule_of(path)
         role = role_of(number, path)
+        kept: Replica | None = None
         if writes and truncate:
             return self._replace(attributes, rule, role)
         if self.local_replica(attributes) is None and not writes and attributes.size > GRADUAL:
@@ -220,16 +224,23 @@ class OpenFiles:
                     avoid.add(local.tier)
                 continue
             if writes:
-                await self.quiesce(ino)
+                try:
+                    kept = await self._keep_last(local, rule)
+                    await self.quiesce(ino)
+                except BaseException:
+                    self.local.close(local.tier, fd)
+                    raise
             now = self.catalog.replica(ino, local.version, local.tier)
             if now is not None and now.key == local.key:
                 local = now
                 break
             # A copy ended while we waited, and the replica that it made clean was evicted.
             self.local.close(local.tier, fd)
+            if kept is not None:
+                self.discard(kept.tier, kept.key)
         inode = self.attach(local, fd, rule, role)
         if writes:
-            self._begin_version(inode)
+            self._begin_version(inode, kept)
         return inode
 
     def _elsewhere(self, replica: Replica, avoid: Collection[str]) -> bool:
@@ -275,14 +286,26 @@ class OpenFiles:
             self._drop_superseded(attributes.ino, replica.version)
         return self.attach(replica, fd, rule, role)
 
-    def _begin_version(self, inode: OpenInode) -> None:
-        """The open replica turns into the next version in place."""
+    async def _keep_last(self, replica: Replica, rule: Rule) -> Replica | None:
+        """Before a replica turns into the next version in place: a copy of it, if nothing else durable is left then.
+        So it is when readers have it open on a disk below the ack tier, or the ack tier has no room."""
+        if not self._must_keep(replica, rule) or any(
+            r.tier != replica.tier and r.version == replica.version and r.state is ReplicaState.DURABLE
+            for r in self.catalog.replicas(replica.ino)
+        ):
+            return None
+        return await self.preserve(replica)
+
+    def _begin_version(self, inode: OpenInode, kept: Replica | None = None) -> None:
+        """The open replica turns into the next version in place; ``kept`` stays of it."""
         old = inode.replica
         new = old._replace(version=old.version + 1, state=ReplicaState.OPEN, digest=None)
         with self.catalog.transaction():
             self.catalog.begin_version(old.ino, new.version)
             self.catalog.remove_replica(old)
             self.catalog.put_replica(new)
+            if kept is not None:
+                self.catalog.put_replica(kept)
         inode.replica = new
         inode.snapshot = None
 
@@ -347,10 +370,19 @@ class OpenFiles:
             self.drop_orphan(inode.ino)
 
     def drop_orphan(self, ino: int) -> None:
-        """Neither a name, a handle nor the kernel knows the inode any more: its bytes and its row go."""
+        """Neither a name, a handle nor the kernel knows the inode any more: its bytes and its row go, unless its delete
+        is held (migrator.held); then what is not durable goes, of what could come back."""
         with self.catalog.transaction():
-            self.remove_content(ino)
-            self.catalog.drop_inodes([ino])
+            attributes, replicas = self.catalog.attributes(ino), self.catalog.replicas(ino)
+            durable = [replica for replica in replicas if replica.state is ReplicaState.DURABLE]
+            usable = durable or (attributes is not None and not stat.S_ISREG(attributes.mode))
+            if usable and self.catalog.forget_held(ino):
+                for replica in replicas:
+                    if replica not in durable:
+                        self.forget_replica(replica)
+            else:
+                self.remove_content(ino)
+                self.catalog.drop_inodes([ino])
         self.orphans.discard(ino)
 
     def _close_version(self, inode: OpenInode) -> None:
@@ -518,7 +550,7 @@ class OpenFiles:
 
     def remove_content(self, ino: int) -> None:
         """Drop every local replica and queued copy. Inside a transaction of the caller."""
-        self.catalog.begin_version(ino, 0)
+        self.catalog.end_content(ino)
         for replica in self.catalog.replicas(ino):
             if replica.tier in self.stores:
                 self.forget_replica(replica)
@@ -550,26 +582,6 @@ class OpenFiles:
             inode.writers += 1
         else:
             inode.readers += 1
-
-    def settle(self) -> None:
-        """After `adopt`: close every version that was open for writing and no longer is."""
-        for replica in self.catalog.open_replicas():
-            inode = self.inodes.get(replica.ino)
-            if inode is not None and inode.writers:
-                continue
-            attributes = self.catalog.attributes(replica.ino)
-            if attributes is None:
-                with self.catalog.transaction():
-                    self.remove_content(replica.ino)
-                continue
-            _, rule = self.rule_of(self.catalog.path_of(replica.ino))
-            fd = self.local.open_now(replica)
-            try:
-                closed = self.close_version(replica, os.fstat(fd), rule)
-            finally:
-                os.close(fd)
-            if inode is not None:
-                inode.replica = closed
 
     def locked(self, ino: int) -> InodeLock:
         return InodeLock(self._locks, ino)

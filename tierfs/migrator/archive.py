@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from tierfs.catalog import Catalog, Operation, PublishedName
 from tierfs.migrator.steps import Action, Batch, Effect, Metadata, Path, Step
+from tierfs.plan.retention import NEVER, frontier
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import ROOT_INO, Attributes, OpKind, Replica, ReplicaState
 
@@ -46,6 +47,8 @@ class Archive:
     catalog: Catalog
     store: TreeStore
     name: str
+    barrier: Callable[[], int] = lambda: NEVER
+    """What happened after this number has to wait for files that the archive does not get."""
     pending: Batch | None = None
     """The batch that is stored in the catalog and not committed."""
     _settled: list[str] = field(default_factory=list)
@@ -61,14 +64,30 @@ class Archive:
     def ready_prefix(
         self, operations: Sequence[Operation], ready: Mapping[tuple[int, int], Ready]
     ) -> Sequence[Operation]:
-        """The operations up to the first whose content is still needed and not copied yet."""
+        """The operations up to the first whose content is still needed and not copied yet, or that would take away
+        something durable before what it waits for has come (plan.retention)."""
+        prefix, abandoned, barrier = operations, False, self.barrier()
         for index, operation in enumerate(operations):
-            if (
-                operation.kind is OpKind.CONTENT
-                and (operation.ino, operation.arg) not in ready
-                and self.wanted(operation)
-            ):
-                return operations[:index]
+            if operation.seq > barrier:
+                prefix = operations[:index]
+                break
+            if operation.kind is OpKind.CONTENT and (operation.ino, operation.arg) not in ready:
+                if self.wanted(operation):
+                    prefix = operations[:index]
+                    break
+                attributes = self.catalog.attributes(operation.ino)
+                abandoned = abandoned or attributes is None or attributes.nlink == 0
+        return self._due(prefix, ready) if abandoned else prefix
+
+    def _due(self, operations: Sequence[Operation], ready: Mapping[tuple[int, int], Ready]) -> Sequence[Operation]:
+        """Among ``operations`` are closes of files that were deleted before they came here. Those that deletes wait for
+        stay where they are, so that they are not forgotten, until what came later is here."""
+        catalog = self.catalog
+        waiting = (seq for seq, ino, version in catalog.wanted_content_seqs() if (ino, version) not in ready)
+        first = next(waiting, NEVER)
+        limit = frontier(first, catalog.deleted_before_durable_on([self.name]))
+        if limit < first and catalog.holds_between(limit, first, self.name):
+            return [operation for operation in operations if operation.seq < limit]
         return operations
 
     def wanted(self, operation: Operation) -> bool:

@@ -14,6 +14,7 @@ from tierfs.catalog import Catalog
 from tierfs.errors import FsError, NotDurableInTime, UsageError
 from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive
+from tierfs.migrator.held import HeldDeletes
 from tierfs.migrator.outage import Outages
 from tierfs.policy.model import Policy
 from tierfs.types import Attributes, Ino, ReplicaState
@@ -34,6 +35,7 @@ class Host(Protocol):
     files: OpenFiles
     archive: Archive
     archive_name: str
+    held: HeldDeletes
     outages: Outages
     paused: bool
     hurry: int
@@ -72,27 +74,25 @@ class Flusher:
                 if self.is_lost(attributes):
                     raise FsError(errno.EIO, "its bytes are on no tier any more")
                 await host.progress().wait()
+            host.held.vouch(ino, version)
             await host.sync()
         finally:
             host.hurry -= 1
 
-    async def wait_replayed(self) -> None:
-        """Returns when the archive shows everything that was done on the mount until now."""
+    async def wait_settled(self, tier: str) -> None:
+        """Returns when nothing that was done on the mount until now can be undone by a loss above ``tier``: everything
+        closed is durable there or below. On the archive it shows, too."""
         host = self._host
-        last = host.catalog.last_operation()
+        last = host.catalog.last_place()
         host.hurry += 1
         host.kick()
         try:
-            while self._behind(last):
+            while host.held.frontier(tier) <= last:
                 with trio.move_on_after(1):
                     await host.progress().wait()
             await host.sync()
         finally:
             host.hurry -= 1
-
-    def _behind(self, last: int) -> bool:
-        first = self._host.catalog.operations(1)
-        return bool(first) and first[0].seq <= last
 
     async def flush(
         self,
@@ -126,7 +126,7 @@ class Flusher:
         total = sum(a.size for a in found.values())
         lost: list[Ino] = []
         missing = dict(found)
-        last = host.catalog.last_operation() if tier == host.archive_name else 0
+        last = host.catalog.last_place()
         host.hurry += 1
         host.emergency += emergency
         host.outages.hasten()  # whoever flushes may just have made room
@@ -144,7 +144,7 @@ class Flusher:
                             left -= attributes.size
                     if progress:
                         progress(total - left, total)
-                    if not missing and not (last and self._behind(last)):
+                    if not missing and host.held.frontier(tier) > last:
                         await host.sync()
                         break
                     await trio.sleep(FLUSH_BREATH)

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from tierfs.migrator.archive import Archive, Ready
 from tierfs.migrator.early import EarlyCopies
 from tierfs.migrator.evict import Evictor
 from tierfs.migrator.flush import Flusher
+from tierfs.migrator.held import HeldDeletes
 from tierfs.migrator.mapped import MappedFiles
 from tierfs.migrator.outage import Outages
 from tierfs.migrator.pace import Pace
@@ -90,7 +91,8 @@ class Migrator:
 
     def __post_init__(self) -> None:
         self.archive_name = self.policy.tiers[-1].name
-        self.archive = Archive(self.catalog, self.tree, self.archive_name)
+        self.held = HeldDeletes(self)
+        self.archive = Archive(self.catalog, self.tree, self.archive_name, self.held.barrier)
         self.outages = Outages()
         self.lanes = Lanes((tier.name for tier in self.policy.tiers), self.policy.limits.tier_timeout)
         for tier, lane in self.lanes.items():
@@ -203,6 +205,7 @@ class Migrator:
 
     async def _cycle(self, nursery: trio.Nursery) -> float:
         """Start what can be started; seconds until the next look."""
+        self.held.release()
         self.remover.start(nursery)
         wake = 1.0 if self.mapped.any else 5.0
         self.mapped.renew()
@@ -244,8 +247,9 @@ class Migrator:
             return 5.0
         now = time.time_ns()
         small = sum(transfer.size < SMALL for transfer in moving)
+        urgent = self.held.urgent()
         queue = [
-            p
+            replace(p, due_ns=0) if (p.ino, p.version) in urgent else p
             for p in self.queue.pending()
             if p.ino not in self._quiet and p.tier not in stalled and (self.hurry or not self.mapped.waits(p.ino))
         ]
@@ -402,10 +406,12 @@ class Migrator:
                 self.files.discard(tier, key)
                 return
             for old in self.catalog.replicas(source.ino):
-                if old.tier == tier:
+                if old.tier == tier and old.version == source.version:
                     self.files.forget_replica(old)
+            closed = self.catalog.queued_at(source.ino, source.version, tier)
             self.catalog.put_replica(replica)
             self.catalog.unqueue_drain(source.ino, source.version, tier)
+            self.held.supersede(replica, closed)
 
     async def _settle_in_place(self, source: Replica) -> None:
         """The ack tier itself is persistent: durable after one fsync of the replica."""
@@ -425,19 +431,12 @@ class Migrator:
             raise TierError.of(source.tier, "fsync", error) from error
         now = self.catalog.replica(source.ino, source.version, source.tier)
         if now == source:
+            durable = source._replace(state=ReplicaState.DURABLE)
             with self.catalog.transaction():
-                self.catalog.put_replica(
-                    Replica(
-                        source.ino,
-                        source.version,
-                        source.tier,
-                        ReplicaState.DURABLE,
-                        source.key,
-                        source.size,
-                        source.digest,
-                    )
-                )
+                closed = self.catalog.queued_at(source.ino, source.version, source.tier)
+                self.catalog.put_replica(durable)
                 self.catalog.unqueue_drain(source.ino, source.version, source.tier)
+                self.held.supersede(durable, closed)
             inode = self.files.inodes.get(source.ino)
             if inode is not None and inode.replica == source:
                 inode.replica = self.catalog.replica(source.ino, source.version, source.tier) or inode.replica

@@ -90,11 +90,12 @@ class Recaller:
                 return here[0]
             try:
                 try:
-                    return await self._recall_from(source, attributes, chosen)
+                    return self._enter(await self._recall_from(source, attributes.mtime_ns, chosen))
                 except TierError as error:
                     if error.errno != errno.ENOSPC or not await self._make_room(candidates, source.size):
                         raise
-                    return await self._recall_from(source, attributes, host.files.space.choose(candidates, source.size))
+                    chosen = host.files.space.choose(candidates, source.size)
+                    return self._enter(await self._recall_from(source, attributes.mtime_ns, chosen))
             except (TierError, DigestMismatch) as error:
                 if self._deleted(attributes.ino):
                     break
@@ -148,7 +149,18 @@ class Recaller:
         below = [name for name in usable if order.index(name) >= order.index(tier)]
         return below or usable or list(self._host.stores)
 
-    async def _recall_from(self, source: Replica, attributes: Attributes, tier: str) -> Replica:
+    async def preserve(self, replica: Replica) -> Replica:
+        """A durable copy of ``replica`` in another file of its tier. Raises FsError."""
+        attributes = self._host.catalog.attributes(replica.ino)
+        try:
+            copy = await self._recall_from(replica, attributes.mtime_ns if attributes else 0, replica.tier)
+        except (TierError, DigestMismatch) as error:
+            log.error("%s", error)
+            raise FsError(error.errno, str(error)) from error
+        return copy._replace(state=ReplicaState.DURABLE)
+
+    async def _recall_from(self, source: Replica, mtime_ns: int, tier: str) -> Replica:
+        """Copy to ``tier``; the catalog is not told."""
         host = self._host
         key = host.files.new_key(source.ino)
         cancel = threading.Event()
@@ -164,7 +176,7 @@ class Recaller:
                 source,
                 host.stores[tier],
                 key,
-                attributes.mtime_ns,
+                mtime_ns,
                 lambda size: token.run_sync_soon(extend),
                 cancel,
             )
@@ -182,7 +194,7 @@ class Recaller:
                 host.files.discard(tier, key)
         if digest is None:
             raise TierError(f"tier {source.tier}: inode {source.ino}: nothing came for {self._patience:g} s")
-        return self._enter(Replica(source.ino, source.version, tier, ReplicaState.WRITTEN, key, source.size, digest))
+        return Replica(source.ino, source.version, tier, ReplicaState.WRITTEN, key, source.size, digest)
 
     def _enter(self, replica: Replica) -> Replica:
         """These bytes are complete, verified and, on a persistent tier, synced: say so in the catalog. FsError ENOENT,

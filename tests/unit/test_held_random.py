@@ -1,0 +1,225 @@
+"""Any history of saves, deletes, renames and drains, then the memory is lost: what comes back is what was, and the
+report says what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from held_world import World
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tierfs.errors import FsError
+
+FILES = st.sampled_from(["a", "b", "d/a"])
+NAMES = st.sampled_from(["a", "b", "d/a", "d", "e", "e/a"])
+SAVE = st.tuples(st.sampled_from(["write", "append", "save", "unlink"]), FILES, FILES)
+DRAIN = st.tuples(st.just("drain"), st.integers(0, 3), st.integers(0, 1))
+EVENTS = st.one_of(
+    SAVE,
+    SAVE,
+    SAVE,
+    DRAIN,
+    DRAIN,
+    DRAIN,
+    st.tuples(st.sampled_from(["mkdir", "rmdir", "rename", "rename", "rename"]), NAMES, NAMES),
+    st.tuples(st.sampled_from(["replay", "replay", "settle", "restart"])),
+    st.tuples(st.just("reboot")),
+)
+Tree = dict[str, tuple[int, bytes | None]]
+"""Path → (inode, content); None for directories."""
+
+
+def names(tree: Tree) -> dict[str, tuple[int, str, int]]:
+    """Path → (inode of the directory, name in it, inode): the same when only a directory above was renamed."""
+    found = {}
+    for path, (ino, _) in tree.items():
+        above, _, name = path.rpartition("/")
+        found[path] = (tree[above][0] if above else 1, name, ino)
+    return found
+
+
+@dataclass
+class History:
+    world: World
+    contents: dict[int, bytes] = field(default_factory=dict)
+    """Inode → bytes at its last close."""
+    closed: dict[bytes, int] = field(default_factory=dict)
+    """Content → event at which it was closed."""
+    durable: set[bytes] = field(default_factory=set)
+    """Contents that were on a persistent tier at some time."""
+    states: list[Tree] = field(default_factory=list)
+    """The names before each event, since the last loss."""
+    writes: int = 0
+
+    def tree(self) -> Tree:
+        found: Tree = {}
+        directories = [(1, "")]
+        for ino, above in directories:
+            for entry in self.world.parts.catalog.entries(ino, 0, 1000):
+                path, child = above + os.fsdecode(entry.name), entry.attributes
+                if child.mode & 0o170000 == 0o040000:
+                    directories.append((child.ino, path + "/"))
+                    found[path] = (child.ino, None)
+                else:
+                    found[path] = (child.ino, self.contents[child.ino])
+        return found
+
+    def look(self) -> None:
+        for tier in self.world.persistent:
+            self.durable.update(self.world.on(tier))
+
+    def happen(self, event: tuple[object, ...]) -> None:
+        self.states.append(self.tree())
+        match event:
+            case ("reboot",):
+                self.reboot()
+            case ("drain", int(which), int(level)):
+                self.drain(which, self.world.persistent[level % len(self.world.persistent)])
+            case ("replay",):
+                self.world.replay()
+            case ("settle",):
+                self.world.settle()
+            case ("restart",):
+                self.world.restart()
+            case (str(kind), str(path), str(other)):
+                if all(self.world.find(name.rpartition("/")[0]) for name in (path, other)):
+                    with contextlib.suppress(FsError):  # what the mount refuses
+                        self.operate(kind, path, other)
+        self.look()
+
+    def operate(self, kind: str, path: str, other: str) -> None:
+        world = self.world
+        there = world.find(path)
+        directory = there is not None and there.mode & 0o170000 == 0o040000
+        match kind:
+            case "write" | "append" | "save" if not directory:
+                self.writes += 1
+                data = b"%d " % self.writes * 50
+                if kind == "save" and world.find(path + ".tmp") is None:
+                    world.write(path + ".tmp", data)
+                    self.contents[world.ino(path + ".tmp")] = data
+                    world.rename(path + ".tmp", path)
+                else:
+                    world.write(path, data, truncate=kind != "append")
+                    self.contents[world.ino(path)] = data
+                self.closed[data] = len(self.states)
+            case "unlink" if there is not None and not directory:
+                world.unlink(path)
+            case "mkdir":
+                world.mkdir(path)
+            case "rmdir" if directory:
+                world.rmdir(path)
+            case "rename" if there is not None and not (other + "/").startswith(path + "/"):
+                world.rename(path, other)
+
+    def drain(self, which: int, tier: str) -> None:
+        catalog = self.world.parts.catalog
+        if tier == "archive":
+            queue = [ino for ino, version, *_ in catalog.wanted_contents(100) if not self.is_ready(ino, version)]
+        else:
+            queue = [ino for ino, _, name, *_ in catalog.wanted_drains(100) if name == tier]
+        if queue:
+            found = catalog.attributes(queue[which % len(queue)])
+            assert found is not None
+            self.world.drain_inode(found, tier)
+
+    def is_ready(self, ino: int, version: int) -> bool:
+        return (ino, version) in self.world.parts.migrator.ready
+
+    # the loss
+
+    def reboot(self) -> None:
+        before = self.states[-1]
+        lost = [content for _, content in before.values() if content is not None and content not in self.durable]
+        lost = [content for content in lost if content in self.closed]
+        first = min((self.closed[content] for content in lost), default=None)
+        report = self.world.reboot()
+        after: Tree = {}
+        unreadable: list[str] = []
+        for path, (ino, content) in self.after().items():
+            after[path] = (ino, content)
+            if content == b"":
+                unreadable.append(path)
+        if first is None:
+            assert after == before
+            assert (report.rolled_back, report.lost, report.undone) == ([], [], [])
+        else:
+            self.check_prefix(self.states[first] if first < len(self.states) else before, after)
+        self.check_later(before, after)
+        assert sorted(entry.path for entry in report.lost if entry.path in after) == sorted(unreadable)
+        was = names(before)
+        came = {path for path, entry in names(after).items() if entry not in was.values()}
+        assert {entry.path for entry in report.undone} == came
+        changed = {path for path, (ino, content) in after.items() if before.get(path, (0, b""))[0] == ino}
+        changed = {path for path in changed if after[path][1] != before[path][1] and after[path][1] != b""}
+        assert changed <= {entry.path for entry in report.rolled_back}
+        for path in unreadable:
+            self.world.unlink(path)
+        for ino, content in after.values():
+            if content:
+                self.contents[ino] = content
+        self.states = [self.tree()]
+        self.closed = {}
+
+    def after(self) -> Tree:
+        """As `tree`, but what can be read; b"" for what cannot."""
+        found: Tree = {}
+        for path in list(self.paths()):
+            attributes = self.world.find(path)
+            assert attributes is not None
+            if attributes.mode & 0o170000 == 0o040000:
+                found[path] = (attributes.ino, None)
+                continue
+            try:
+                content = self.world.read(path)
+            except FsError:
+                content = b""
+            assert not content or content in self.durable, "whole, and what was once closed"
+            found[path] = (attributes.ino, content)
+        return found
+
+    def paths(self) -> list[str]:
+        found, directories = [], [(1, "")]
+        for ino, above in directories:
+            for entry in self.world.parts.catalog.entries(ino, 0, 1000):
+                found.append(above + os.fsdecode(entry.name))
+                if entry.attributes.mode & 0o170000 == 0o040000:
+                    directories.append((entry.attributes.ino, found[-1] + "/"))
+        return found
+
+    def check_prefix(self, then: Tree, after: Tree) -> None:
+        """What was durable of the state at the first lost close is as it was then."""
+        for path, (ino, content) in then.items():
+            if content is None:
+                assert after[path][0] == ino, f"{path} was a directory"
+            elif content in self.durable:
+                assert after[path] == (ino, content), path
+
+    def check_later(self, before: Tree, after: Tree) -> None:
+        """What was made later and is durable is somewhere, unless what it replaced is back."""
+        there = {content for _, content in after.values()}
+        for path, (_, content) in before.items():
+            if content is not None and content in self.durable and content not in there:
+                assert after[path][1], f"{content[:9]!r} of {path} is gone"
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(EVENTS, max_size=30))
+@pytest.mark.parametrize("disks", [("nvme",), ()], ids=["memory, nvme, archive", "memory, archive"])
+def test_what_comes_back_is_what_was(disks: tuple[str, ...], events: list[tuple[object, ...]]) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as top:
+        world = World(Path(top), disks)
+        try:
+            history = History(world)
+            for event in (("mkdir", "d", "d"), *events):
+                history.happen(event)
+            history.happen(("reboot",))
+            world.check()
+        finally:
+            world.close()

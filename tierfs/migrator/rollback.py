@@ -1,0 +1,342 @@
+"""After the memory tier was lost (a reboot): what the catalog said that is true no longer is taken back.
+
+Names go back to how they were when the first lost file was closed, files to their newest durable version, or to the
+one that they had then (plan.retention). All of it is one transaction of SQLite: killed anywhere, the next start does
+it again. What it did is in the report, by path.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tierfs.catalog import Catalog, Operation
+from tierfs.catalog.held import Held
+from tierfs.fs.open_files import OpenFiles
+from tierfs.plan.retention import NEVER, Change, Fact, Name, Rewound, frontier, rewind
+from tierfs.policy.model import Policy
+from tierfs.report import Lost, Report, RolledBack, Undone
+from tierfs.tiers.base import ReplicaStore
+from tierfs.types import Attributes, OpKind, Replica, ReplicaState
+
+_NAMES = (OpKind.LINK, OpKind.UNLINK, OpKind.RENAME, OpKind.EXCHANGE)
+
+
+def recover_lost_memory(
+    catalog: Catalog,
+    policy: Policy,
+    stores: Mapping[str, ReplicaStore],
+    files: OpenFiles,
+    storing: Callable[[int, int], bool] = lambda ino, version: False,
+    keep: Callable[[Report], None] = lambda report: None,
+) -> Report:
+    """At a fresh mount, on the tiers that a reboot empties: drop replicas whose file is gone and take back what cannot
+    stand without them; remove files that the catalog does not name. ``storing(ino, version)`` tells contents that
+    are complete on the archive and only wait for their name. ``keep`` stores the report, before it becomes true.
+    Raises OSError, CatalogError."""
+    report = Report()
+    lost: dict[int, list[Replica]] = {}
+    for name, store in stores.items():
+        if policy.tier(name).persistent:
+            continue
+        present = set(store.keys())
+        for replica in catalog.replicas_on(name):
+            if replica.key in present:
+                present.discard(replica.key)
+            else:
+                lost.setdefault(replica.ino, []).append(replica)
+        for key in present:
+            store.remove(key)
+        report.orphans_removed += len(present)
+    if lost:
+        with catalog.bulk():
+            _Rollback(catalog, policy, files, storing, report).run(lost)
+            if report:
+                keep(report)
+        catalog.forget_paths()
+    elif report:
+        keep(report)
+    return report
+
+
+@dataclass
+class _Rollback:
+    catalog: Catalog
+    policy: Policy
+    files: OpenFiles
+    storing: Callable[[int, int], bool]
+    report: Report
+    _facts: dict[int, Fact] = field(default_factory=dict)
+    _restored: set[int] = field(default_factory=set)
+    """Inodes that had no name when the memory was lost and have one again."""
+    _renew: set[int] = field(default_factory=set)
+    """Inodes whose copies or attributes have to be queued again."""
+    _before: dict[int, dict[Name, str]] = field(default_factory=dict)
+    """Names and paths of all inodes whose names may change, as of the loss."""
+    _removable: set[int] = field(default_factory=set)
+    """Deletes that can be taken out of the oplog with no trace."""
+    _back: dict[int, int] = field(default_factory=dict)
+    """File → the version after which nothing of it is left; 0 for lost files."""
+
+    def run(self, lost: Mapping[int, list[Replica]]) -> None:
+        catalog = self.catalog
+        self._vouched = catalog.vouched()
+        for replicas in lost.values():
+            for replica in replicas:
+                catalog.remove_replica(replica)
+        damaged = [a for ino in lost if (a := catalog.attributes(ino)) is not None and self._is_damaged(a)]
+        paths: dict[int, str] = {attributes.ino: self._path(attributes.ino) for attributes in damaged}
+        closes = catalog.closes()
+        first = self._first_lost(damaged, closes)
+        held = catalog.held(0, NEVER, -1)
+        rewound = Rewound()
+        if first is not None:
+            rewound = self._rewind(first, held, paths)
+        self._roll_files_back(damaged, first, held, rewound, paths)
+        for seq, ino, version in closes:
+            if version > self._back.get(ino, version):
+                catalog.drop_place(seq)
+        for ino in self._renew:
+            self._queue_again(ino)
+
+    def _is_damaged(self, attributes: Attributes) -> bool:
+        return (
+            attributes.nlink > 0
+            and not self.storing(attributes.ino, attributes.version)
+            and not any(r.version == attributes.version for r in self.catalog.replicas(attributes.ino))
+        )
+
+    def _first_lost(self, damaged: list[Attributes], closes: list[tuple[int, int, int]]) -> int | None:
+        """The first close that was lost; None when nothing was but what was never closed, or never to be durable."""
+        versions = {(attributes.ino, attributes.version) for attributes in damaged}
+        return min((seq for seq, ino, version in closes if (ino, version) in versions), default=None)
+
+    # names
+
+    def _fact(self, ino: int) -> Fact:
+        fact = self._facts.get(ino)
+        if fact is None:
+            fact = self._facts[ino] = self._find_fact(ino)
+        return fact
+
+    def _find_fact(self, ino: int) -> Fact:
+        attributes = self.catalog.attributes(ino)
+        if attributes is None:
+            return Fact(False, False)
+        live = attributes.nlink > 0
+        if not stat.S_ISREG(attributes.mode):
+            return Fact(live, True, stat.S_ISDIR(attributes.mode))
+        usable = self._newest(ino) is not None or self.storing(ino, attributes.version)
+        return Fact(live, usable, False, self._vouched.get(ino, 0) >= attributes.version)
+
+    def _newest(self, ino: int) -> Replica | None:
+        durable = [r for r in self.catalog.replicas(ino) if r.state is ReplicaState.DURABLE]
+        return max(durable, key=lambda r: r.version, default=None)
+
+    def _lookup(self, parent: int, name: bytes) -> int:
+        found = self.catalog.lookup(parent, name)
+        return found.ino if found else 0
+
+    def _rewind(self, first: int, held: list[Held], paths: dict[int, str]) -> Rewound:
+        """Take the names back to the close ``first`` and make the oplog lead there."""
+        catalog = self.catalog
+        operations = catalog.operations_after(first - 1)
+        victims = {row.seq: row.ino for row in held if not row.version}
+        changes = [_change(op, victims) for op in operations if op.kind in _NAMES]
+        lasting = [tier.name for tier in self.policy.tiers if tier.persistent]
+        pairs = [(row.since, row.seq) for row in held if row.since] + catalog.deleted_before_durable_on(lasting)
+        earlier = self._earlier(frontier(first, pairs), first, held)
+        names = [(row.ino, (row.parent, row.name)) for row in earlier]
+        rewound = rewind(changes, self._lookup, catalog.names_of, self._fact, names)
+        affected = {change.ino for change in changes} | {row.ino for row in held if row.seq > first or row in earlier}
+        self._before = {ino: self._paths_of(ino) for ino in affected}
+        for ino in rewound.dropped:
+            paths.setdefault(ino, self._path(ino))
+        self._restored = {ino for ino in affected if not self._fact(ino).live}.intersection(rewound.names.values())
+        self._apply(rewound)
+        self._rewrite_oplog(first, operations, rewound, earlier)
+        for row in held:
+            if not row.version and (row.seq > first or row.ino in self._restored):
+                catalog.drop_held(row.seq)
+        self._describe(changes)
+        return rewound
+
+    def _earlier(self, due: int, first: int, held: list[Held]) -> list[Held]:
+        """Deletes before the first lost close that waited for it all the same, and can be taken back: their turn on the
+        archive has not come and their name was not used again meanwhile, or a disk has the bytes."""
+        rows = [row for row in held if due < row.seq < first and not row.version]
+        operations = [op for op in self.catalog.operations_after(due) if op.seq < first and op.kind in _NAMES]
+        last: dict[Name, int] = {}
+        for op in operations:
+            last[op.parent, op.name] = op.seq
+            if op.name2:
+                last[op.arg, op.name2] = op.seq
+        self._removable = {
+            op.seq for op in operations if op.kind is OpKind.UNLINK and last[op.parent, op.name] == op.seq
+        }
+        return [row for row in rows if row.seq in self._removable or self._on_disk(row.ino)]
+
+    def _on_disk(self, ino: int) -> bool:
+        replicas = [r for r in self.catalog.replicas(ino) if r.state is ReplicaState.DURABLE]
+        return any(r.tier in self.files.stores for r in replicas) or self._fact(ino).directory
+
+    def _apply(self, rewound: Rewound) -> None:
+        catalog = self.catalog
+        touched: set[int] = set()
+        for (parent, name), ino in rewound.names.items():
+            old = self._lookup(parent, name)
+            touched |= {parent, old, ino}
+            if not ino:
+                catalog.remove_entry(parent, name)
+            elif old:
+                catalog.set_entry(parent, name, ino)
+            else:
+                catalog.add_entry(parent, name, ino)
+        for ino in touched - {0}:
+            catalog.recount_links(ino)
+        catalog.forget_paths()
+
+    def _rewrite_oplog(
+        self, first: int, operations: list[Operation], rewound: Rewound, earlier: list[Held]
+    ) -> None:
+        catalog, now = self.catalog, time.time_ns()
+        self._renew |= {op.ino for op in operations if op.kind not in _NAMES} | self._restored
+        catalog.drop_operations_from(first)
+        kept = {
+            ((row.parent, row.name), row.ino): row.seq
+            for row in earlier
+            if row.ino in self._restored and row.seq in self._removable
+        }
+        for (parent, name), ino in rewound.unlinked:
+            attributes = catalog.attributes(ino)
+            mode = attributes.mode if attributes else stat.S_IFREG
+            catalog.log(OpKind.UNLINK, ino, now, parent=parent, name=name, arg=mode)
+        for (parent, name), ino in rewound.linked:
+            if (seq := kept.get(((parent, name), ino))) is not None:
+                catalog.drop_place(seq)
+                continue
+            attributes = catalog.attributes(ino)
+            assert attributes is not None
+            catalog.log(OpKind.LINK, ino, now, parent=parent, name=name, arg=attributes.mode)
+            self._renew.add(ino)
+
+    # contents
+
+    def _roll_files_back(
+        self,
+        damaged: list[Attributes],
+        first: int | None,
+        held: list[Held],
+        rewound: Rewound,
+        paths: dict[int, str],
+    ) -> None:
+        replaced: dict[int, int] = {}
+        for row in reversed(held):
+            if row.version and first is not None and row.seq > first:
+                if self._vouched.get(row.ino, 0) <= row.version:
+                    replaced[row.ino] = row.version
+                else:
+                    self._forget_version(row)
+        others = dict.fromkeys(ino for ino in (*sorted(self._restored), *replaced) if ino not in paths)
+        for ino in [*(attributes.ino for attributes in damaged), *others]:
+            attributes = self.catalog.attributes(ino)
+            if attributes is not None and stat.S_ISREG(attributes.mode):
+                self._roll_back(attributes, replaced.get(ino), paths)
+        for ino in rewound.dropped:
+            self._give_up(ino, paths)
+
+    def _forget_version(self, row: Held) -> None:
+        """A version that was held, and need not come back because somebody was told that the next one is durable."""
+        for replica in self.catalog.replicas(row.ino):
+            if replica.version == row.version and replica.tier in self.files.stores:
+                self.files.forget_replica(replica)
+        self.catalog.drop_held(row.seq)
+        self.catalog.drop_versions(row.ino)
+
+    def _roll_back(self, attributes: Attributes, version: int | None, paths: dict[int, str]) -> None:
+        catalog, ino = self.catalog, attributes.ino
+        if version is None:
+            if not self._is_damaged(attributes) and attributes.nlink:
+                return
+            newest = self._newest(ino)
+            version = newest.version if newest else None
+        path = self._path(ino) if attributes.nlink else paths.get(ino, "")
+        if version is None:
+            self._back[ino] = 0
+            self.report.lost.append(Lost(path, attributes.version, attributes.size))
+            return
+        if not attributes.nlink:
+            return
+        for replica in catalog.replicas(ino):
+            if replica.version > version:
+                self.files.forget_replica(replica)
+        size = max(r.size for r in catalog.replicas(ino) if r.version == version)
+        catalog.roll_back(ino, version, size)
+        self._back[ino] = version
+        self._renew.add(ino)
+        self.report.rolled_back.append(RolledBack(path, attributes.version, attributes.size, version, size))
+
+    def _give_up(self, ino: int, paths: dict[int, str]) -> None:
+        """A file that has bytes, but whose name is another's again."""
+        attributes = self.catalog.attributes(ino)
+        if attributes is None or not self._fact(ino).usable:
+            return
+        name = next(iter(self._before[ino]))
+        other = self.catalog.lookup(*name)
+        version, size = (other.version, other.size) if other else (0, 0)
+        self.report.rolled_back.append(
+            RolledBack(paths[ino], attributes.version, attributes.size, version, size)
+        )
+
+    def _queue_again(self, ino: int) -> None:
+        catalog, files = self.catalog, self.files
+        attributes = catalog.attributes(ino)
+        if attributes is None or not attributes.nlink:
+            return
+        now = time.time_ns()
+        local = files.local_replica(attributes) if stat.S_ISREG(attributes.mode) else None
+        if local is not None and local.state is not ReplicaState.OPEN:
+            _, rule = files.rule_of(catalog.path_of(ino))
+            present = {
+                r.tier
+                for r in catalog.replicas(ino)
+                if r.version == attributes.version and r.state is ReplicaState.DURABLE
+            }
+            present |= catalog.queued(ino, attributes.version, self.policy.tiers[-1].name)
+            files.queue_copies(local, rule, now, present)
+        catalog.log(OpKind.ATTRIBUTES, ino, now)
+
+    # the report
+
+    def _describe(self, changes: list[Change]) -> None:
+        """The names that came back, each with what had taken it away."""
+        replaced = {change.victim for change in changes if change.kind is OpKind.RENAME and change.victim}
+        found: list[Undone] = []
+        for ino, before in self._before.items():
+            after = self._paths_of(ino)
+            came = sorted(path for name, path in after.items() if name not in before)
+            went = sorted(path for name, path in before.items() if name not in after)
+            if self._fact(ino).live and len(came) == len(went):
+                found += [Undone("rename", path, to) for path, to in zip(came, went, strict=True)]
+            else:
+                kind = "rmdir" if self._fact(ino).directory else "replace" if ino in replaced else "unlink"
+                found += [Undone(kind, path) for path in came]
+        self.report.undone += sorted(found, key=lambda undone: undone.path)
+
+    def _path(self, ino: int) -> str:
+        return os.fsdecode(b"/".join(self.catalog.path_of(ino) or ()))
+
+    def _path_of(self, name: Name) -> str:
+        return os.fsdecode(b"/".join((*(self.catalog.path_of(name[0]) or ()), name[1])))
+
+    def _paths_of(self, ino: int) -> dict[Name, str]:
+        return {name: self._path_of(name) for name in self.catalog.names_of(ino)}
+
+
+def _change(op: Operation, victims: Mapping[int, int]) -> Change:
+    if op.kind in (OpKind.RENAME, OpKind.EXCHANGE):
+        return Change(op.seq, op.kind, op.ino, op.parent, op.name, op.arg, op.name2, victims.get(op.seq, 0))
+    return Change(op.seq, op.kind, op.ino, op.parent, op.name)
