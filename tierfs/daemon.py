@@ -121,7 +121,7 @@ class Daemon:
             discard=migrator.discard,
             lanes=migrator.lanes,
         )
-        migrator.files = files
+        migrator.serve(files, self.tiers.mounts)
         files.orphans.update(self.catalog.orphans())
         names = Namespace(self.catalog, files)
         operations = Operations(self, names, migrator, space)
@@ -142,7 +142,7 @@ class Daemon:
                 for probe in disks.values():
                     await nursery.start(probe.watch)
                 nursery.start_soon(migrator.run)
-                nursery.start_soon(files.follow_rules)
+                nursery.start_soon(files.copies.follow_rules)
                 if not self.catalog.was_clean:
                     nursery.start_soon(self._reclaim_orphans, files)
                 await nursery.start(serve_control, self._socket(), operations.handlers())

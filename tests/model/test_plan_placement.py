@@ -60,7 +60,7 @@ def test_learned_sizes_stay_between_the_last_and_the_largest(history: list[tuple
     learned = LearnedSizes()
     largest: dict[tuple[int, bytes], int] = {}
     for role, size in history:
-        before = learned.expect(role)
+        before = learned.expect(role) if role in largest else 0
         learned.learn(role, size)
         largest[role] = max(size, largest.get(role, 0))
         assert size <= learned.expect(role) <= largest[role]

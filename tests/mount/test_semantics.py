@@ -18,7 +18,7 @@ import pytest
 
 from tests.mount.conftest import MODES, Mounter
 from tests.mount.test_posix import RENAME_EXCHANGE, renameat2
-from tierfs.fs.open_files import RENAME_AT_ONCE
+from tierfs.fs.copies import RENAME_AT_ONCE
 from tierfs.testing.mounting import TestMount, is_mounted
 
 MB = 1 << 20

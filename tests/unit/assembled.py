@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,10 @@ class Parts:
     filesystem: Filesystem
     requests: Requests
 
+    def write(self, fh: int, offset: int, data: bytes) -> int:
+        """What passthrough does."""
+        return os.pwrite(self.files.handles[fh].inode.fd, data, offset)
+
     def close(self) -> None:
         self.catalog.close()
         for tier in (*self.stores.values(), self.tree):
@@ -65,7 +70,8 @@ rules: {rules or "[]"}
     )
     catalog = Catalog(top / "catalog")
     stores = {
-        name: ReplicaStore(name, top / name, persistent=name != "memory") for name in ("memory", *disks)
+        name: ReplicaStore(name, top / name, persistent=name != "memory", size=policy.tier(name).size)
+        for name in ("memory", *disks)
     }
     tree = TreeStore("archive", top / "archive")
     for tier in (*stores.values(), tree):
@@ -90,7 +96,7 @@ rules: {rules or "[]"}
         discard=migrator.discard,
         lanes=migrator.lanes,
     )
-    migrator.files = files
+    migrator.serve(files)
     names = Namespace(catalog, files)
     filesystem = Filesystem(catalog, names, files, migrator.wait_durable, migrator.flusher.wait_settled, lambda _: {})
     requests = Requests(filesystem, lambda: Usage(0, 0, 0))

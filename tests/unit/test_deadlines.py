@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from assembled import Parts, assemble
 
+from tierfs.fs.admission import Ticket
 from tierfs.fs.caller import Caller
 from tierfs.types import ROOT_INO, OpKind, Replica, ReplicaState
 
@@ -65,7 +66,7 @@ def test_superseded_deleted_and_lost_files_have_none(parts: Parts) -> None:
     assert parts.catalog.late(later)[0] == 4
     found = parts.names.lookup(ROOT_INO, b"overwritten.soon")
     assert found is not None
-    parts.files._replace(found, parts.files.rule_of((b"x",))[1], (0, b""))
+    parts.files._replace(found, parts.files.rule_of((b"x",))[1], (0, b""), Ticket(over=True))
     parts.names.unlink(ROOT_INO, b"deleted.soon", ME)
     lost = parts.names.lookup(ROOT_INO, b"lost.soon")
     assert lost is not None

@@ -26,7 +26,7 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
 def make(parts: Parts) -> tuple[int, int]:
     """(inode, handle open for writing) of a file with the content OLD."""
     fh, attributes = parts.names.create(ROOT_INO, b"f", 0o644, os.O_RDWR, Caller(0, 0))
-    parts.filesystem.write(fh, 0, OLD)
+    parts.write(fh, 0, OLD)
     return attributes.ino, fh
 
 
@@ -46,7 +46,7 @@ def test_the_last_handle_is_released_while_another_open_waits(parts: Parts, flag
     ino, first = make(parts)
     meanwhile(parts, lambda: parts.files.release(first))
     second = trio.run(parts.files.open, ino, flags)
-    assert parts.filesystem.write(second, 0, b"new") == 3
+    assert parts.write(second, 0, b"new") == 3
     parts.files.release(second)
     content(parts, ino, b"new" if flags & os.O_TRUNC else b"new" + OLD[3:])
 
@@ -98,7 +98,7 @@ def test_the_replica_is_evicted_while_a_writing_open_waits(parts: Parts) -> None
 
     async def append() -> None:
         handle = await parts.files.open(ino, os.O_WRONLY)
-        parts.filesystem.write(handle, len(OLD), b"more")
+        parts.write(handle, len(OLD), b"more")
         parts.files.release(handle)
         await parts.migrator.remove_discarded()
 

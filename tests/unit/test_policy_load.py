@@ -85,6 +85,12 @@ def test_defaults() -> None:
     assert policy.limits == Limits(None, 4)
 
 
+def test_the_memory_tier_may_grow_to_twice_its_size_or_as_the_policy_says() -> None:
+    assert parse_policy(SMALL, "p.yaml").tiers[0].hard_limit == 2 << 30
+    text = SMALL.replace("size: 1GiB", "size: 1GiB, max: 1GiB")
+    assert parse_policy(text, "p.yaml").tiers[0].hard_limit == 1 << 30
+
+
 def test_a_deadline() -> None:
     policy = parse_policy(f'{SMALL}rules: [{{match: "**", durable_within: 90s}}]\n', "p.yaml")
     assert policy.rules[0].durable_within == 90.0
@@ -155,13 +161,10 @@ MISTAKES = {
         "rules[0].durable_within",
         "is a deadline for the last tier, archive, and the files of this rule end on nvme",
     ),
-    "unsynced": (
-        "  drain: 2GiB/s",
-        "  unsynced: 1GiB",
-        31,
-        "limits.unsynced",
-        "unsynced is not supported in this version",
-    ),
+    "unsynced of nothing": ("  transfers: 8", "  unsynced: 0", 32, "limits.unsynced", "more than zero"),
+    "unsynced of no size": ("  transfers: 8", "  unsynced: 50%", 32, "limits.unsynced", "is not a size"),
+    "max below size": ("    huge: always", "    max: 63GiB", 10, "tiers.memory.max", "is less than size"),
+    "max on a dir": ("    size: 2TB", "    max: 3TB", 16, "tiers.nvme.max", "applies only to the tmpfs"),
     "policy": ("mode: userspace", "policy: checkpoint", 2, "policy", "policy is not supported in this version"),
     "keep count": (
         "nvme: watermark",

@@ -146,6 +146,7 @@ def test_check_summary() -> None:
     assert summary["limits"] == {
         "drain": 1 << 20,
         "transfers": 4,
+        "unsynced": None,
         "stop": None,
         "read_timeout": 30.0,
         "tier_timeout": 60.0,
@@ -169,3 +170,10 @@ def test_remarks_on_what_was_hardly_meant() -> None:
         "rule 3 (**): fsync() makes nothing durable, only draining makes its files durable",
         "rule 4 is never used: a rule before it matches every file",
     ]
+
+
+def test_a_limit_of_unsynced_bytes_that_cannot_spill_is_remarked() -> None:
+    two = "tiers:\n  m: {kind: memory, size: 1GiB}\n  a: {kind: dir, path: /a}\nlimits: {unsynced: 1GiB}\n"
+    assert "can only make files wait" in remarks(parse_policy(two, "p.yaml"))[0]
+    disks = two.replace("kind: memory, size: 1GiB", "kind: dir, path: /m")
+    assert "limits nothing" in remarks(parse_policy(disks, "p.yaml"))[0]

@@ -31,7 +31,7 @@ def test_no_copy_starts_while_somebody_waits(parts: Parts, monkeypatch: pytest.M
     """The end of one copy wakes both who waits for it and the planner, which still wants the copy; in either order
     no thread may be in the file when the waiting ends."""
     fh, attributes = parts.names.create(ROOT_INO, b"f", 0o644, os.O_RDWR, Caller(0, 0))
-    parts.filesystem.write(fh, 0, b"x" * (2 << 20))
+    parts.write(fh, 0, b"x" * (2 << 20))
     parts.files.release(fh)
     inside: list[int] = []
     started = trio.Event()

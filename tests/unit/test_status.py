@@ -56,7 +56,7 @@ def sums(parts: Parts) -> dict[str, tuple[int, int, int, int]]:
 def write(parts: Parts, name: bytes, size: int) -> tuple[int, int]:
     """(inode, handle) of a new file with ``size`` KiB, open for writing."""
     fh, attributes = parts.names.create(ROOT_INO, name, 0o644, os.O_RDWR, Caller(0, 0))
-    parts.filesystem.write(fh, 0, b"x" * size * KIB)
+    parts.write(fh, 0, b"x" * size * KIB)
     return attributes.ino, fh
 
 
@@ -88,7 +88,7 @@ def test_appended_to_a_clean_file(parts: Parts) -> None:
     parts.files.release(fh)
     durable(parts, ino, "archive")
     fh = trio.run(parts.files.open, ino, os.O_WRONLY)
-    parts.filesystem.write(fh, 64 * KIB, b"y" * 16 * KIB)
+    parts.write(fh, 64 * KIB, b"y" * 16 * KIB)
     assert sums(parts)["memory"] == (80, 0, 0, 80)
     assert sums(parts)["archive"] == (64, 64, 0, 0)
     parts.files.release(fh)

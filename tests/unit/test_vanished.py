@@ -45,7 +45,7 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
 def create(parts: Parts, name: bytes = b"f") -> tuple[int, int]:
     """(inode, handle open for writing) of a file with the content OLD."""
     fh, attributes = parts.names.create(ROOT_INO, name, 0o644, os.O_RDWR, ROOT)
-    parts.filesystem.write(fh, 0, OLD)
+    parts.write(fh, 0, OLD)
     return attributes.ino, fh
 
 
@@ -76,7 +76,7 @@ def evicted(parts: Parts, ino: int, tier: str = "memory") -> None:
 
 def superseded(parts: Parts, ino: int) -> None:
     fh = at_once(parts.files.open(ino, os.O_WRONLY | os.O_TRUNC))
-    parts.filesystem.write(fh, 0, NEW)
+    parts.write(fh, 0, NEW)
     parts.files.release(fh)
     remove_bytes(parts)
 
@@ -176,7 +176,7 @@ def test_the_source_of_a_copy_ahead_of_the_close_vanishes(
     """It is closed, and drained to the disk, before the thread comes to open it."""
     monkeypatch.setattr(copying, "EARLY", 1)
     monkeypatch.setattr(copying, "EARLY_STEP", 1)
-    monkeypatch.setattr(parts.files, "copy_targets", lambda tier, rule: ["archive"])
+    monkeypatch.setattr(parts.files.copies, "targets", lambda tier, rule: ["archive"])
     ino, fh = create(parts)
 
     def happens() -> None:
@@ -264,7 +264,7 @@ def test_a_recall_follows_a_file_that_is_renamed(
     """Where it stood, another file stands by the time the thread comes to open it."""
     evicted(parts, cold, "nvme")
     other, fh = create(parts, b"other")
-    parts.filesystem.write(fh, 0, OLD[::-1])
+    parts.write(fh, 0, OLD[::-1])
     parts.files.release(fh)
     drain(parts)
 

@@ -130,6 +130,11 @@ def status(mount: Json) -> None:
         f"({size(drain.get('queued_bytes'))}) queued, oldest {seconds(drain.get('oldest_age_s'))}, "
         f"{size(drain.get('rate_bytes_s'))}/s, {size(drain.get('unsynced_bytes'))} only in memory"
     )
+    if drain.get("unsynced_limit") is not None:
+        say(
+            f"limit of bytes on no persistent tier: {size(drain['unsynced_limit'])}; "
+            f"{drain.get('waiting', 0)} files wait, {drain.get('spilled_files', 0)} went one tier down"
+        )
     if drain.get("late_files"):
         say(
             f"past their deadline: {drain['late_files']} files ({size(drain.get('late_bytes'))}), first "

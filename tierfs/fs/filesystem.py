@@ -14,13 +14,17 @@ import trio
 
 from tierfs.catalog import Catalog
 from tierfs.errors import FsError
+from tierfs.fs.admission import MustWait, Ticket
 from tierfs.fs.caller import Caller
 from tierfs.fs.handles import Handle, OpenInode
 from tierfs.fs.lanes import SLOWEST
+from tierfs.fs.mover import FULL
 from tierfs.fs.namespace import Namespace
 from tierfs.fs.open_files import OpenFiles, unprivileged
 from tierfs.types import Attributes, OpKind
 
+TRIES = 8
+"""Times that a write looks for room without getting a byte further."""
 XATTR_SIZE_MAX = 65536
 XATTR_LIST_MAX = 65536
 VIRTUAL = b"user.tierfs."
@@ -57,9 +61,12 @@ class Filesystem:
         """Create and open a regular file, or open the one that is there: (handle, attributes). FsError EEXIST with
         O_EXCL."""
         made = self.names.answered(caller)
-        if made is None:
+        ticket = Ticket()
+        while made is None:
             try:
-                return self.names.create(parent, name, mode, flags, caller)
+                return self.names.create(parent, name, mode, flags, caller, ticket)
+            except MustWait as wanted:
+                await self.files.admission.wait(wanted, ticket)
             except FsError as error:
                 # The kernel looked the name up before it asked to create it: here another client was faster.
                 existing = self.names.lookup(parent, name) if error.errno == errno.EEXIST else None
@@ -118,18 +125,27 @@ class Filesystem:
             await inode.filling.wait(offset, length)
         return await self.files.local.read(inode.replica.tier, inode.fd, length, offset)
 
-    def write(self, fh: int, offset: int, data: bytes) -> int:
+    async def write(self, fh: int, offset: int, data: bytes) -> int:
+        """Bytes written. When the file's tier is full the file goes on one tier further down."""
         inode = self.handle(fh).inode
-        return self.files.local.at_once(inode.replica.tier, partial(self._write, inode.fd, offset, data), "write")
-
-    def _write(self, fd: int, offset: int, data: bytes) -> int:
-        done = os.pwrite(fd, data, offset)
-        while done < len(data):
+        done, tries = 0, 0
+        while True:
+            while inode.moving is not None:
+                await inode.moving.wait()
             try:
-                done += os.pwrite(fd, data[done:], offset + done)
-            except OSError:
-                break
-        return done
+                while done < len(data):
+                    piece = partial(os.pwrite, inode.fd, data[done:] if done else data, offset + done)
+                    done += self.files.local.at_once(inode.replica.tier, piece, "write")
+                    tries = 0
+                return done
+            except OSError as error:
+                tries += 1
+                left = len(data) - done
+                if error.errno in FULL and tries <= TRIES and await self.files.mover.make_room(inode, left):
+                    continue
+                if done:
+                    return done
+                raise
 
     async def flush(self, fh: int) -> None:
         """A descriptor was closed. Waits where the rule's ``close`` names a tier."""
@@ -236,7 +252,7 @@ class Filesystem:
         if not stat.S_ISREG(attributes.mode):
             raise FsError(errno.EOPNOTSUPP)
         inode = self.files.inodes.get(ino)
-        tier = self.files.reachable(ino, self.files.policy.tiers[-1].name)
+        tier = self.files.copies.reachable(ino, self.files.policy.tiers[-1].name)
         if tier is None:
             raise FsError(errno.EOPNOTSUPP)
         version = self.files.take_snapshot(inode) if inode and inode.writers else attributes.version

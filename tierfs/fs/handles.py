@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import trio
+
 from tierfs.fs.ports import Filling
+from tierfs.plan.placement import Role
 from tierfs.policy.model import Rule
 from tierfs.types import Ino, Replica
 
@@ -17,7 +20,7 @@ class OpenInode:
     replica: Replica
     backing_id: int
     rule: Rule
-    role: tuple[int, bytes]
+    role: Role
     readers: int = 0
     writers: int = 0
     unprivileged: bool = False
@@ -28,6 +31,8 @@ class OpenInode:
     """Set while the bytes are on their way."""
     seen: int = 0
     """Bytes of it when `OpenFiles.measure` looked last."""
+    moving: trio.Event | None = None
+    """Set while the bytes move to another tier, and writes wait."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tierfs.catalog import Catalog, Entry
 from tierfs.errors import FsError
+from tierfs.fs.admission import Ticket
 from tierfs.fs.caller import Caller
 from tierfs.fs.open_files import OpenFiles
 from tierfs.plan.placement import role_of
@@ -73,21 +74,25 @@ class Namespace:
 
     # making
 
-    def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[int, Attributes]:
-        """Create and open a regular file: (handle, attributes). FsError EEXIST when the name is taken."""
+    def create(
+        self, parent: int, name: bytes, mode: int, flags: int, caller: Caller, ticket: Ticket | None = None
+    ) -> tuple[int, Attributes]:
+        """Create and open a regular file: (handle, attributes). FsError EEXIST when the name is taken. MustWait: see
+        fs.admission; never without a ``ticket``."""
         directory = self._place(parent, name)
         now = time.time_ns()
         above = self.catalog.directory_path(parent)
         path = (*above, name) if above is not None else None
         number, rule = self.files.rule_of(path)
         role = role_of(number, path)
+        tier = self.files.place(rule, role, ticket or Ticket(over=True))
         made: list[tuple[str, str, int]] = []
         try:
             with self.catalog.transaction() as change:
                 uid, gid, mode = _ownership(directory, stat.S_IFREG | stat.S_IMODE(mode), caller)
                 attributes = self.catalog.add_inode(mode, uid, gid, now)
                 self._enter(directory, name, attributes, now)
-                replica, fd = self.files.create_replica(attributes.ino, 1, rule, role)
+                replica, fd = self.files.create_replica(attributes.ino, 1, rule, tier)
                 made.append((replica.tier, replica.key, fd))
                 self.catalog.put_replica(replica)
                 change.record(caller.request, attributes.ino)
@@ -260,7 +265,7 @@ class Namespace:
             else:
                 self._move(parent, name, moved, parent2, name2, other, now)
             for child in renamed:
-                self.files.renamed(child.ino)
+                self.files.copies.renamed(child.ino)
             change.record(caller.request)
         if stat.S_ISDIR(moved.mode) or (other is not None and stat.S_ISDIR(other.mode)):
             self.catalog.forget_paths()

@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import os
 import stat
@@ -28,27 +27,23 @@ import trio
 
 from tierfs.catalog import Catalog
 from tierfs.errors import FsError, TierError
+from tierfs.fs.admission import Admission, MustWait, Ticket
+from tierfs.fs.copies import Copies
 from tierfs.fs.handles import Handle, OpenInode
 from tierfs.fs.inode_lock import InodeLock
 from tierfs.fs.lanes import Lanes
 from tierfs.fs.local_files import LocalFiles
+from tierfs.fs.mover import Mover
 from tierfs.fs.ports import Backing, Filling, LocalStore, Recall
 from tierfs.fs.space import Space
-from tierfs.plan.placement import role_of
+from tierfs.plan.placement import Role, role_of
 from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy, Rule
 from tierfs.types import Attributes, Ino, OpKind, Replica, ReplicaState
 
-RULE_CHUNK, RULE_PAUSE = 128, 0.01
-"""Files looked at in one go after the rules changed, and seconds between, so that requests are served meanwhile."""
-
 GRADUAL = 64 << 20
 """Files above this many bytes are open for reading before they are recalled; smaller ones are here in no time, and
 then read through passthrough."""
-
-RENAME_AT_ONCE = 1000
-"""Files of a renamed directory whose rules are followed in the rename's own transaction: that one has to fit the
-catalog's journal, and requests wait for it."""
 
 _LOWER = (errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT, errno.EIO, errno.EROFS, errno.ESTALE)
 """What a tier says that cannot take a new file: the next one does."""
@@ -91,12 +86,14 @@ class OpenFiles:
     """Orphans that the kernel forgot while a release of theirs was still on its way."""
     _locks: dict[int, tuple[trio.Lock, list[int]]] = field(default_factory=dict)
     _serial: int = 0
-    _rules_changed: trio.Event = field(default_factory=trio.Event)
     _keys: int = field(default_factory=lambda: time.time_ns() >> 10)
 
     def __post_init__(self) -> None:
         self._first_key = self._keys
         self.local = LocalFiles(self.policy, self.stores, self.lanes)
+        self.copies = Copies(self)
+        self.admission = Admission(self.policy, self.space, self.catalog)
+        self.mover = Mover(self)
 
     # rules and names
 
@@ -119,10 +116,14 @@ class OpenFiles:
 
     # creating and opening
 
-    def create_replica(self, ino: Ino, version: int, rule: Rule, role: tuple[int, bytes]) -> tuple[Replica, int]:
-        """A new empty OPEN replica on the ack tier, or one lower when that is full: (replica, descriptor)."""
+    def place(self, rule: Rule, role: Role, ticket: Ticket, *, freed: int = 0, precious: bool = False) -> str:
+        """The tier for a new file. MustWait: `Admission.wait` first."""
+        expected = self.space.learned.expect(role)
+        return self.admission.place(self.ack_tiers(rule), expected, ticket, freed=freed, precious=precious)
+
+    def create_replica(self, ino: Ino, version: int, rule: Rule, chosen: str) -> tuple[Replica, int]:
+        """A new empty OPEN replica on the ``chosen`` tier, or one lower when that is full: (replica, descriptor)."""
         tiers = self.ack_tiers(rule)
-        chosen = self.space.choose(tiers, self.space.learned.expect(role))
         for tier in tiers[tiers.index(chosen) :]:
             key = self.new_key(ino)
             try:
@@ -134,7 +135,7 @@ class OpenFiles:
             return Replica(ino, version, tier, ReplicaState.OPEN, key, 0, None), fd
         raise FsError(errno.ENOSPC)
 
-    def attach(self, replica: Replica, fd: int, rule: Rule, role: tuple[int, bytes]) -> OpenInode:
+    def attach(self, replica: Replica, fd: int, rule: Rule, role: Role) -> OpenInode:
         """Make ``fd`` the backing file of an inode that nobody has open."""
         backing_id = self.backing.open(fd) if self.backing else 0
         inode = OpenInode(replica.ino, fd, replica, backing_id, rule, role)
@@ -150,20 +151,30 @@ class OpenFiles:
         if handle.writes:
             inode.writers += 1
             inode.unprivileged = inode.unprivileged or uid != 0
+            if inode.writers == 1:
+                before = self.grown
+                self._measure(inode)
+                self.grown = before  # what was there has not grown
         else:
             inode.readers += 1
         return fh
 
     async def open(self, ino: int, flags: int, uid: int = 0) -> int:
         """Open for reading or writing, recalling the bytes first when no local tier has them."""
-        async with self.locked(ino):
-            inode = await self._ensure_open(ino, flags & os.O_ACCMODE != os.O_RDONLY, bool(flags & os.O_TRUNC))
-            return self.add_handle(inode, flags, uid)
+        ticket = Ticket()
+        while True:
+            try:
+                async with self.locked(ino):
+                    writes = flags & os.O_ACCMODE != os.O_RDONLY
+                    inode = await self._ensure_open(ino, writes, bool(flags & os.O_TRUNC), ticket)
+                    return self.add_handle(inode, flags, uid)
+            except MustWait as wanted:  # others may use the file meanwhile
+                await self.admission.wait(wanted, ticket)
 
     async def truncate(self, ino: int, size: int, uid: int = 0) -> None:
         """Set the size of a file, open or not, for ``uid``."""
         async with self.locked(ino):
-            inode = await self._ensure_open(ino, True, size == 0)
+            inode = await self._ensure_open(ino, True, size == 0, Ticket(over=True))
             try:
                 self.local.at_once(inode.replica.tier, partial(os.ftruncate, inode.fd, size), "truncate")
             finally:
@@ -171,13 +182,13 @@ class OpenFiles:
                 inode.unprivileged = inode.unprivileged or uid != 0
                 self._drop(inode, writes=True)
 
-    async def _ensure_open(self, ino: int, writes: bool, truncate: bool) -> OpenInode:
+    async def _ensure_open(self, ino: int, writes: bool, truncate: bool, ticket: Ticket) -> OpenInode:
         attributes = self.catalog.attributes(ino)
         if attributes is None:
             raise FsError(errno.ENOENT)
         inode = self.inodes.get(ino)
         if inode is None:
-            inode = await self._open_replica(attributes, writes, truncate)
+            inode = await self._open_replica(attributes, writes, truncate, ticket)
         elif writes:
             inode.readers += 1  # so that it stays attached when its last handle is released meanwhile
             try:
@@ -196,14 +207,16 @@ class OpenFiles:
             inode.readers -= 1
         return inode
 
-    async def _open_replica(self, attributes: Attributes, writes: bool, truncate: bool) -> OpenInode:
+    async def _open_replica(
+        self, attributes: Attributes, writes: bool, truncate: bool, ticket: Ticket
+    ) -> OpenInode:
         ino = attributes.ino
         path = self.catalog.path_of(ino)
         number, rule = self.rule_of(path)
         role = role_of(number, path)
         kept: Replica | None = None
         if writes and truncate:
-            return self._replace(attributes, rule, role)
+            return self._replace(attributes, rule, role, ticket)
         if self.local_replica(attributes) is None and not writes and attributes.size > GRADUAL:
             return self._attach_filling(attributes, rule, role)
         avoid: set[str] = set()
@@ -233,7 +246,19 @@ class OpenFiles:
             now = self.catalog.replica(ino, local.version, local.tier)
             if now is not None and now.key == local.key:
                 local = now
-                break
+                if not writes:
+                    break
+                try:
+                    below = self._outgrows(local, rule, role, ticket)
+                    moved = await self.mover.relocate(local, fd, below) if below else None
+                except BaseException:
+                    self.local.close(local.tier, fd)
+                    raise
+                if moved is not None:
+                    self.local.close(local.tier, fd)
+                    return self.attach(*moved, rule, role)
+                if self.catalog.replica(ino, local.version, local.tier) == local:
+                    break
             # A copy ended while we waited, and the replica that it made clean was evicted.
             self.local.close(local.tier, fd)
             if kept is not None:
@@ -250,7 +275,18 @@ class OpenFiles:
             for other in self.catalog.replicas(replica.ino)
         )
 
-    def _attach_filling(self, attributes: Attributes, rule: Rule, role: tuple[int, bytes]) -> OpenInode:
+    def _outgrows(self, local: Replica, rule: Rule, role: Role, ticket: Ticket) -> list[str]:
+        """Tiers to one of which the file is to be moved, because it would be written to in place without room to grow;
+        none: it stays."""
+        tiers = self.ack_tiers(rule)
+        below = tiers[tiers.index(local.tier) + 1 :] if local.tier in tiers else []
+        replicas = self.catalog.replicas(local.ino)
+        safe = any(r.version == local.version and r.state is ReplicaState.DURABLE for r in replicas)
+        expected, fresh = self.space.learned.expect(role), local.size if safe else 0
+        stays = self.admission.may_stay(local.tier, below, local.size, expected, fresh, ticket)
+        return [] if stays else below
+
+    def _attach_filling(self, attributes: Attributes, rule: Rule, role: Role) -> OpenInode:
         filling = self.fill(attributes, rule.ack)
         inode = OpenInode(attributes.ino, filling.fd, filling.replica, 0, rule, role, filling=filling)
         self.inodes[attributes.ino] = inode
@@ -277,9 +313,11 @@ class OpenFiles:
                 return found[tier]
         return None
 
-    def _replace(self, attributes: Attributes, rule: Rule, role: tuple[int, bytes]) -> OpenInode:
+    def _replace(self, attributes: Attributes, rule: Rule, role: Role, ticket: Ticket) -> OpenInode:
         """Open for a truncating write: the new version starts in a file of its own."""
-        replica, fd = self.create_replica(attributes.ino, attributes.version + 1, rule, role)
+        freed = sum(r.size for r in self.catalog.replicas(attributes.ino) if self._goes_with(r))
+        tier = self.place(rule, role, ticket, freed=freed, precious=attributes.size > 0)
+        replica, fd = self.create_replica(attributes.ino, attributes.version + 1, rule, tier)
         with self.catalog.transaction():
             self.catalog.begin_version(attributes.ino, replica.version)
             self.catalog.put_replica(replica)
@@ -312,32 +350,43 @@ class OpenFiles:
     def _drop_superseded(self, ino: int, current: int) -> None:
         """Older versions go, except durable ones: those stay until the new one is as durable."""
         for replica in self.catalog.replicas(ino):
-            if replica.version < current and not (
-                replica.state is ReplicaState.DURABLE and self.policy.tier(replica.tier).persistent
-            ):
+            if replica.version < current and self._goes_with(replica):
                 self.forget_replica(replica)
+
+    def _goes_with(self, replica: Replica) -> bool:
+        """Whether the replica goes as soon as a newer version begins."""
+        return replica.state is not ReplicaState.DURABLE or not self.policy.tier(replica.tier).persistent
 
     def forget_replica(self, replica: Replica) -> None:
         """Drop a local replica's row now and its bytes soon. Inside a transaction of the caller."""
         self.catalog.remove_replica(replica)
         if replica.tier in self.stores:
+            self.admission.removed(replica.tier, replica.size)
             self.discard(replica.tier, replica.key)
 
     def measure(self) -> dict[str, int]:
         """Bytes per tier in files open for writing, as of now, holes left out. Tells ``space`` how much they grew."""
         found: dict[str, int] = {}
-        growing: dict[str, int] = {}
         for inode in self.inodes.values():
-            replica = inode.replica
-            if inode.writers and replica.state is ReplicaState.OPEN:
-                status = os.fstat(inode.fd)
-                size = min(status.st_size, 512 * status.st_blocks)
-                found[replica.tier] = found.get(replica.tier, 0) + size
-                self.grown += max(0, size - inode.seen)
-                inode.seen = size
-                growing[replica.tier] = growing.get(replica.tier, 0) + max(0, size - replica.size)
-        self.space.growing = growing
+            if inode.writers:
+                size, tier = self._measure(inode), inode.replica.tier
+                if inode.replica.state is ReplicaState.OPEN:
+                    found[tier] = found.get(tier, 0) + size
         return found
+
+    def _measure(self, inode: OpenInode) -> int:
+        """Look at the backing file: its bytes. A size set ahead by ftruncate says what is still to come."""
+        status = os.fstat(inode.fd)
+        size = min(status.st_size, 512 * status.st_blocks)
+        self.grown += max(0, size - inode.seen)
+        inode.seen = size
+        known = inode.replica.size
+        expected = self.space.learned.expect(inode.role)
+        if status.st_size <= (self.policy.tier(inode.replica.tier).size or status.st_size):
+            expected = max(expected, status.st_size)
+        coming = max(0, expected - max(size, known))
+        self.space.grow(inode.ino, inode.replica.tier, max(0, size - known), coming)
+        return size
 
     # closing
 
@@ -395,6 +444,7 @@ class OpenFiles:
             inode.replica = self.close_version(inode.replica, status, inode.rule)
             self.space.learned.learn(inode.role, inode.replica.size)
             self.changed()
+        self.space.settle(inode.ino)
         inode.unprivileged = False
 
     def _clear_privileges(self, inode: OpenInode, status: os.stat_result) -> None:
@@ -431,7 +481,7 @@ class OpenFiles:
             self.catalog.put_replica(closed)
             named = self.catalog.close_content(replica.ino, status.st_size, status.st_blocks, status.st_mtime_ns)
             if named:
-                self.queue_copies(closed, rule, now)
+                self.copies.queue(closed, rule, now)
         return closed
 
     def renew(self, attributes: Attributes) -> bool:
@@ -453,100 +503,6 @@ class OpenFiles:
             finally:
                 os.close(fd)
         return True
-
-    def copy_targets(self, tier: str, rule: Rule) -> list[str]:
-        """Persistent tiers that are to hold what was closed on ``tier``, itself included, fastest first."""
-        names = [config.name for config in self.policy.tiers]
-        wanted = names[: names.index(rule.lowest) + 1]
-        return [name for name in wanted[names.index(tier) :] if self.policy.tier(name).persistent]
-
-    def queue_copies(self, closed: Replica, rule: Rule, now: int, present: Collection[str] = ()) -> None:
-        """One queue entry for each tier from the ack tier down to the rule's drain target, but those in ``present``."""
-        archive = self.policy.tiers[-1].name
-        for name in self.copy_targets(closed.tier, rule):
-            if name in present:
-                continue
-            if name == archive:
-                seq = self.catalog.log(OpKind.CONTENT, closed.ino, now, arg=closed.version)
-                if rule.durable_within is not None:
-                    self.catalog.set_deadline(closed.ino, closed.version, seq, due(now, rule))
-            else:
-                self.catalog.queue_drain(closed.ino, closed.version, name)
-
-    def renamed(self, top: int) -> None:
-        """Files at or below ``top`` have new paths, perhaps of a rule that drains further: queue what that asks for.
-        What is queued already stays. Inside the transaction of the rename."""
-        if len({(rule.lowest, rule.durable_within) for rule in self.policy.rules}) == 1:
-            return
-        self.catalog.forget_paths()
-        now = time.time_ns()
-        files = list(itertools.islice(self.catalog.subtree(top), RENAME_AT_ONCE + 1))
-        if len(files) > RENAME_AT_ONCE:
-            self.catalog.remember_drains("")  # so that a start before it is through begins again
-            self._rules_changed.set()
-            return
-        for attributes in files:
-            self._queue_missing(attributes, now)
-
-    def _queue_missing(self, attributes: Attributes, now: int) -> None:
-        """Queue the copies of a closed file that its rule, as it is now, wants and nobody has queued."""
-        _, rule = self.rule_of(self.catalog.path_of(attributes.ino))
-        inode = self.inodes.get(attributes.ino)
-        if inode is not None:
-            inode.rule = rule
-        local = self.local_replica(attributes)
-        if local is None or local.state is ReplicaState.OPEN:  # on the archive, or queued when it is closed
-            return
-        present = {
-            replica.tier
-            for replica in self.catalog.replicas(attributes.ino)
-            if replica.version == attributes.version and replica.state is ReplicaState.DURABLE
-        }
-        present |= self.catalog.queued(attributes.ino, attributes.version, self.policy.tiers[-1].name)
-        self.queue_copies(local, rule, now, present)
-        self._hasten(attributes, rule, now)
-
-    def _hasten(self, attributes: Attributes, rule: Rule, now: int) -> None:
-        """Content that waits for the archive already gets the deadline of the file's new rule, if that is earlier."""
-        if rule.durable_within is None:
-            return
-        seq = self.catalog.content_of(attributes.ino, attributes.version)
-        former = self.catalog.deadline(attributes.ino, attributes.version)
-        if seq is not None and (former is None or due(now, rule) < former):
-            self.catalog.set_deadline(attributes.ino, attributes.version, seq, due(now, rule))
-
-    async def follow_rules(self) -> None:
-        """At a start with other rules or tiers than the last one's, and after a large directory was renamed: queue what
-        the rules want of every file, a few at a time."""
-        while True:
-            self._rules_changed = trio.Event()
-            await self._follow_rules()
-            await self._rules_changed.wait()
-
-    async def _follow_rules(self) -> None:
-        tiers, rules = self.policy.tiers, self.policy.rules
-        drains = repr(([tier.name for tier in tiers], [(rule.match, rule.ack, rule.lowest) for rule in rules]))
-        if self.catalog.drains == drains:
-            return
-        after = 0
-        while chunk := self.catalog.files_after(after, RULE_CHUNK):
-            with self.catalog.transaction():
-                for attributes in chunk:
-                    self._queue_missing(attributes, time.time_ns())
-            after = chunk[-1].ino
-            self.changed()
-            await trio.sleep(RULE_PAUSE)
-        if not self._rules_changed.is_set():
-            with self.catalog.transaction():
-                self.catalog.remember_drains(drains)
-
-    def reachable(self, ino: int, tier: str) -> str | None:
-        """``tier``, or the lowest tier above it that the file's rule drains to; None when that is not persistent."""
-        _, rule = self.rule_of(self.catalog.path_of(ino))
-        names = [config.name for config in self.policy.tiers]
-        if names.index(rule.lowest) >= names.index(tier):
-            return tier
-        return rule.lowest if self.policy.tier(rule.lowest).persistent else None
 
     def remove_content(self, ino: int) -> None:
         """Drop every local replica and queued copy. Inside a transaction of the caller."""
@@ -585,11 +541,6 @@ class OpenFiles:
 
     def locked(self, ino: int) -> InodeLock:
         return InodeLock(self._locks, ino)
-
-
-def due(now: int, rule: Rule) -> int:
-    """The deadline, in ns, of a file of this rule that is closed ``now``."""
-    return now + int((rule.durable_within or 0) * 1e9)
 
 
 def unprivileged(mode: int) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -17,6 +18,8 @@ Probe = Callable[[int], Usage]
 """Given the bytes that tierfs itself holds on the tier, its usage."""
 
 REFRESH_SECONDS, PATIENCE_SECONDS = 2.0, 10.0
+LEAST = 64 << 10
+"""A tier with fewer bytes available is full."""
 
 
 class DoesNotAnswer(TimeoutError):
@@ -72,6 +75,16 @@ class RemoteProbe:
                 await trio.sleep(REFRESH_SECONDS)
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """An inode that is open for writing: bytes that it outgrew what the catalog has of it, and that are still to come
+    if it becomes as large as files of its role are."""
+
+    tier: str
+    grown: int
+    coming: int
+
+
 @dataclass
 class Space:
     policy: Policy
@@ -79,18 +92,46 @@ class Space:
     held: Callable[[str], int]
     """Bytes of a tier's replicas, as the catalog has them."""
     learned: LearnedSizes = field(default_factory=LearnedSizes)
-    growing: Mapping[str, int] = field(default_factory=dict)
-    """Bytes per tier by which files open for writing outgrew what the catalog has, when somebody last looked."""
     reserved: dict[str, int] = field(default_factory=dict)
     """Bytes per tier that files on their way up will take, and that the catalog does not know yet."""
+    growing: dict[int, Growth] = field(default_factory=dict)
+    """By inode; as of the open, or of the last look at the file."""
+    _grown: Counter[str] = field(default_factory=Counter)
+    _coming: Counter[str] = field(default_factory=Counter)
 
     def reserve(self, tier: str, size: int) -> None:
         """``size`` is negative to take it back."""
         self.reserved[tier] = self.reserved.get(tier, 0) + size
 
+    def grow(self, ino: int, tier: str, grown: int, coming: int) -> None:
+        """An inode is open for writing. From now on its bytes count, those that have not come yet for placing others:
+        of many files that are created at once not each may count on the same room."""
+        self.settle(ino)
+        self.growing[ino] = Growth(tier, grown, coming)
+        self._grown[tier] += grown
+        self._coming[tier] += coming
+
+    def settle(self, ino: int) -> None:
+        """The catalog has what became of it."""
+        former = self.growing.pop(ino, None)
+        if former is not None:
+            self._grown[former.tier] -= former.grown
+            self._coming[former.tier] -= former.coming
+
+    def coming(self, tier: str) -> int:
+        return self._coming[tier]
+
+    def grown(self, tier: str) -> int:
+        return self._grown[tier]
+
     def usage(self, tier: str) -> Usage:
-        """OSError when the tier does not answer."""
-        return self.probes[tier](self.held(tier) + self.growing.get(tier, 0) + self.reserved.get(tier, 0))
+        """As of now. OSError when the tier does not answer."""
+        return self.probes[tier](self.held(tier) + self._grown[tier] + self.reserved.get(tier, 0))
+
+    def outlook(self, tier: str) -> Usage:
+        """Once the open files are as large as they are expected to become. OSError when the tier does not answer."""
+        usage, coming = self.usage(tier), self._coming[tier]
+        return Usage(usage.capacity, usage.used + coming, max(0, usage.available - coming)) if coming else usage
 
     def choose(self, candidates: Sequence[str], expected: int) -> str:
         """The tier for a new file out of ``candidates``, fastest first; not one that does not answer, if it can be
@@ -102,7 +143,18 @@ class Space:
     def _rooms(self, tiers: Sequence[str]) -> Iterator[Room]:
         for name in tiers:
             try:
-                usage = self.usage(name)
+                usage = self.outlook(name)
             except OSError:
                 continue
             yield Room(name, usage, self.policy.tier(name).high)
+
+    def fits(self, candidates: Iterable[str], expected: int) -> bool:
+        """Whether any of them has room for a file of this size, and for any file at all."""
+        return any(max(expected, LEAST) <= self.available(name) for name in candidates)
+
+    def available(self, tier: str) -> int:
+        """Bytes that a new file can get there; none when the tier does not answer."""
+        try:
+            return self.outlook(tier).available
+        except OSError:
+            return 0

@@ -258,7 +258,7 @@ class Adapter(pyfuse3.Operations):
 
     @_answer
     async def write(self, fh: int, off: int, buf: bytes) -> int:
-        return self._fs.write(fh, off, buf)
+        return await self._fs.write(fh, off, buf)
 
     @_answer
     async def flush(self, fh: int) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Coroutine
 
 from tierfs.errors import FsError
+from tierfs.fs.admission import MustWait, Ticket
 from tierfs.fs.filesystem import Change, Filesystem
 from tierfs.fuse import wire
 from tierfs.fuse.device import Answer, Handler, Opened, Request
@@ -96,7 +97,9 @@ class Requests:
         caller = request.caller
         if not caller.resent:
             try:
-                fh, made = self._names.create(request.ino, name, mode, flags, caller)
+                fh, made = self._names.create(request.ino, name, mode, flags, caller, Ticket())
+            except MustWait:
+                pass
             except FsError as error:
                 if error.errno != errno.EEXIST:
                     raise
@@ -213,10 +216,13 @@ class Requests:
         fh, offset, size, _ = wire.READ_IN.unpack_from(request.body)
         return self._fs.read(fh, offset, size)
 
-    def write(self, request: Request) -> bytes:
+    def write(self, request: Request) -> Coroutine[object, object, Answer]:
         fh, offset, size, _ = wire.READ_IN.unpack_from(request.body)
         data = request.body[wire.WRITE_DATA : wire.WRITE_DATA + size]
-        return wire.size_out(self._fs.write(fh, offset, data))
+        return self._write(fh, offset, data)
+
+    async def _write(self, fh: int, offset: int, data: bytes) -> bytes:
+        return wire.size_out(await self._fs.write(fh, offset, data))
 
     def release(self, request: Request) -> bytes:
         (fh,) = wire.U64.unpack_from(request.body)

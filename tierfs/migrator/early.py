@@ -70,7 +70,7 @@ class EarlyCopies(dict[Key, Early]):
             size = min(status.st_size, 512 * status.st_blocks)
             if size < EARLY or source.ino in host.files.orphans or source.ino in quiet:
                 continue
-            for tier in host.files.copy_targets(source.tier, inode.rule):
+            for tier in host.files.copies.targets(source.tier, inode.rule):
                 key = (source.ino, source.version, tier)
                 early = self.get(key)
                 due = size - (early.copy.front if early else 0) >= EARLY_STEP

@@ -39,7 +39,7 @@ class Evictor:
         self._host.files.measure()
         for config in self._host.policy.tiers[:-1]:
             try:
-                usage = self._host.files.space.usage(config.name)
+                usage = self._host.files.space.outlook(config.name)
             except OSError as error:
                 failed.append((config.name, error))
                 continue
@@ -52,16 +52,16 @@ class Evictor:
     def make_room(self, tier: str, size: int) -> bool:
         """Evict clean replicas, oldest first and whatever the watermarks say, until ``size`` bytes fit: whether any
         went. Raises OSError when the tier does not answer."""
-        usage = self._host.files.space.usage(tier)
+        usage = self._host.files.space.outlook(tier)
         aim = max(0.0, (usage.capacity - size) / usage.capacity - SLACK) if usage.capacity else 0.0
         chosen = plan_evict(usage, -1.0, min(aim, self._host.policy.tier(tier).low), self._clean(tier))
         return any([self.evict(c.ino, c.version, tier) for c in chosen])
 
     def wanted(self) -> bool:
         """Whether a growing file has filled a tier to its high watermark, long before its close tells."""
-        for tier in self._host.files.space.growing:
+        for tier in {growth.tier for growth in self._host.files.space.growing.values()}:
             with contextlib.suppress(OSError):
-                if self._above_high(tier, self._host.files.space.usage(tier)):
+                if self._above_high(tier, self._host.files.space.outlook(tier)):
                     return True
         return False
 

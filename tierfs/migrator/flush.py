@@ -112,7 +112,7 @@ class Flusher:
         not count. UsageError when ``top`` itself is such a file.
         """
         host = self._host
-        aims = {a.ino: host.files.reachable(a.ino, tier) for a in host.catalog.subtree(top)}
+        aims = {a.ino: host.files.copies.reachable(a.ino, tier) for a in host.catalog.subtree(top)}
         if aims.get(top, tier) != tier:
             raise UsageError(
                 f"{self.path(top)} stays on {aims[top] or 'memory'}: its rule does not drain it to {tier}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -31,6 +31,7 @@ from tierfs.migrator.outage import Outages
 from tierfs.migrator.pace import Pace
 from tierfs.migrator.queue import DrainQueue
 from tierfs.migrator.recall import Recaller
+from tierfs.migrator.relief import Growth, Relief
 from tierfs.migrator.removal import Remover
 from tierfs.migrator.throttle import Throttle
 from tierfs.migrator.transfer import (
@@ -44,6 +45,7 @@ from tierfs.migrator.transfer import (
 from tierfs.plan.drain import SMALL, Pending, plan_drain
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.memory import MemoryMount
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import Replica, ReplicaState
 
@@ -74,6 +76,7 @@ class Migrator:
     stores: dict[str, ReplicaStore]
     tree: TreeStore
     files: OpenFiles = field(init=False)
+    growth: Growth | None = None
     paused: bool = False
     hurry: int = 0
     """How many flushes wait; while any does, small files do not settle first."""
@@ -114,6 +117,12 @@ class Migrator:
     async def remove_discarded(self) -> None:
         """Remove the bytes that were discarded. Called once more at the very end, when nothing discards any more."""
         await self.remover.remove_all()
+
+    def serve(self, files: OpenFiles, mounts: Sequence[MemoryMount] = ()) -> None:
+        """Work for these files, with these memory tiers of tierfs's own."""
+        self.files = files
+        self.growth = Growth(mounts, self.policy, files)
+        files.admission.relief = Relief(self, self.growth)
 
     # signals from the filesystem
 
@@ -380,6 +389,8 @@ class Migrator:
             if full:
                 self._kick.set()
             self.pace.written(self.files.grown, room=not full and not self.hurry)
+            if self.growth is not None:
+                await self.growth.look()
             if not self.paused:
                 self.early.start(nursery, self._quiet)
             pause = WATCH_WRITERS_SECONDS if writers else WATCH_SECONDS

@@ -306,7 +306,7 @@ class _Rollback:
                 if r.version == attributes.version and r.state is ReplicaState.DURABLE
             }
             present |= catalog.queued(ino, attributes.version, self.policy.tiers[-1].name)
-            files.queue_copies(local, rule, now, present)
+            files.copies.queue(local, rule, now, present)
         catalog.log(OpKind.ATTRIBUTES, ino, now)
 
     # the report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -34,25 +35,43 @@ def place(rooms: Iterable[Room], expected: int) -> str | None:
     return max(asked, key=lambda room: room.usage.available).tier if asked else None
 
 
+Role = tuple[int, bytes]
+"""Files that are alike in size: number of the rule, and the name and its directory's with what counts them left out."""
+
+
 class LearnedSizes:
-    """Largest size in bytes among the last files of the same role; a role is (rule, name suffix)."""
+    """Largest size in bytes among the last files of the same role, or else of the same rule and suffix."""
 
     def __init__(self, limit: int = 1024) -> None:
-        self._sizes: dict[tuple[int, bytes], int] = {}
+        self._sizes: dict[Role, int] = {}
+        self._kinds: dict[Role, int] = {}
         self._limit = limit
 
-    def expect(self, role: tuple[int, bytes]) -> int:
-        return self._sizes.get(role, 0)
+    def expect(self, role: Role) -> int:
+        found = self._sizes.get(role)
+        return self._kinds.get(kind_of(role), 0) if found is None else found
 
-    def learn(self, role: tuple[int, bytes], size: int) -> None:
+    def learn(self, role: Role, size: int) -> None:
         """Grow at once, shrink slowly, so that one small file does not undo what is known."""
-        known = self._sizes.pop(role, 0)
-        self._sizes[role] = size if size >= known else known - (known - size) // 4
-        if len(self._sizes) > self._limit:
-            del self._sizes[next(iter(self._sizes))]
+        for sizes, key in ((self._sizes, role), (self._kinds, kind_of(role))):
+            known = sizes.pop(key, 0)
+            sizes[key] = size if size >= known else known - (known - size) // 4
+            if len(sizes) > self._limit:
+                del sizes[next(iter(sizes))]
 
 
-def role_of(rule: int, path: tuple[bytes, ...] | None) -> tuple[int, bytes]:
-    """Files that are alike in size: same rule, same suffix of the name."""
-    name = path[-1] if path else b""
+_COUNTED = re.compile(rb"[0-9]+")
+_TEMPORARY = re.compile(rb"\.?tmp[A-Za-z0-9_-]{4,}\Z")
+
+
+def role_of(rule: int, path: tuple[bytes, ...] | None) -> Role:
+    """checkpoint-100/optimizer.pt and checkpoint-200/optimizer.pt are alike, and so are all temporary names."""
+    names = path[-2:] if path else ()
+    return rule, b"/".join(_COUNTED.sub(b"0", _TEMPORARY.sub(b".tmp", name)) for name in names)
+
+
+def kind_of(role: Role) -> Role:
+    """Rule and suffix of the name."""
+    rule, name = role
+    name = name.rpartition(b"/")[2]
     return rule, name.rpartition(b".")[2] if b"." in name else b""

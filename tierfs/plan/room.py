@@ -13,8 +13,8 @@ def hard_limit(size: int, maximum: int, used: int, coming: int, spare: int, *, h
 
     ``used`` is in it, ``coming`` is what open files are still expected to take, ``spare`` is the memory that the
     machine can do without. Above ``size``, by a headroom, so that a file that is being written does not fail where the
-    next one would only have been placed elsewhere; further above when it would; never above ``maximum``, never to the
-    last of the machine's memory, but not below ``size`` either, which the policy grants, nor below what is in it.
+    next one would only have been placed elsewhere; further above when it would; never above ``maximum``, and never to
+    the last of the machine's memory, but not below ``size`` either, which the policy grants, nor below what is in it.
     """
     wanted = max(size, used + coming) + max(headroom, size // 8)
     step = max(1, size // STEP)

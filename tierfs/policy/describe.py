@@ -42,6 +42,7 @@ def check_summary(policy: Policy) -> dict[str, object]:
                 "kind": tier.kind,
                 "path": None if tier.path is None else str(tier.path),
                 "size": tier.size,
+                "max": tier.hard_limit if tier.kind == "memory" and tier.path is None else None,
                 "high": tier.high,
                 "low": tier.low,
                 "numa": list(tier.numa),
@@ -61,6 +62,11 @@ def remarks(policy: Policy) -> list[str]:
     """What a valid policy may still say by oversight, a sentence each."""
     memory = {tier.name for tier in policy.tiers if not tier.persistent}
     found = []
+    if policy.limits.unsynced is not None:
+        if not memory:
+            found.append("limits.unsynced limits nothing: there is no memory tier")
+        elif len(policy.tiers) == 2:
+            found.append("limits.unsynced can only make files wait: no tier is between memory and archive")
     catch_all = False
     for index, rule in enumerate(policy.rules):
         if catch_all:

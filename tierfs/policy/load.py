@@ -34,9 +34,9 @@ MAX_TRANSFERS = 64
 MAX_TIMEOUT = 3600.0
 
 _POLICY_KEYS = ("mount", "mode", "allow_other", "state", "tiers", "rules", "limits")
-_TIER_KEYS = ("kind", "path", "size", "numa", "huge", "high", "low")
+_TIER_KEYS = ("kind", "path", "size", "max", "numa", "huge", "high", "low")
 _RULE_KEYS = ("match", "ack", "close", "fsync", "drain", "keep", "durable_within")
-_LIMIT_KEYS = ("drain", "transfers", "stop", "read_timeout", "tier_timeout")
+_LIMIT_KEYS = ("drain", "transfers", "unsynced", "stop", "read_timeout", "tier_timeout")
 _MODES = ("auto", "passthrough", "userspace")
 _KINDS = ("memory", "dir")
 _HUGE = ("never", "within_size", "always", "advise")
@@ -51,7 +51,6 @@ _UNSUPPORTED_TIER = {
     "codec": "remove it (files are stored as they are)",
     "url": _OBJECT,
 }
-_UNSUPPORTED_LIMITS = {"unsynced": "remove it (the sizes of the tiers are the limit)"}
 _TOP = TOP
 
 
@@ -265,11 +264,14 @@ def _tier(name: str, at: _At) -> TierConfig:
         raise at.error(
             "a memory tier without a path needs a size", "write for example size: 64GiB, or give it a path", key="size"
         )
-    for key in ("numa", "huge"):
+    for key in ("max", "numa", "huge"):
         if key in fields and (kind == "dir" or path is not None):
             raise fields[key].error(
                 f"{key} applies only to the tmpfs of a memory tier without a path", f"remove {key}, or remove path"
             )
+    most = fields["max"].unit(parse_size, "size", "96GiB") if "max" in fields else None
+    if most is not None and size is not None and most < size:
+        raise fields["max"].error("is less than size", "write the size or more; size is what tierfs plans with")
     high = _watermark(fields.get("high"), DEFAULT_HIGH)
     low = _watermark(fields.get("low"), DEFAULT_LOW)
     if low >= high:
@@ -286,6 +288,7 @@ def _tier(name: str, at: _At) -> TierConfig:
         low=low,
         numa=_numa(fields["numa"]) if "numa" in fields else (),
         huge=fields["huge"].choice(_HUGE) if "huge" in fields else "within_size",
+        max=most,
     )
 
 
@@ -429,11 +432,19 @@ def _keep(at: _At, order: list[str]) -> dict[str, Keep]:
     return keep
 
 
+def _unsynced(at: _At) -> int:
+    size = at.unit(parse_size, "size", "200GiB")
+    if size == 0:
+        raise at.error("must be more than zero", "write for example 200GiB; ack: and a disk keeps files out of memory")
+    return size
+
+
 def _limits(at: _At) -> Limits:
-    fields = at.mapping(_LIMIT_KEYS, _UNSUPPORTED_LIMITS)
+    fields = at.mapping(_LIMIT_KEYS)
     return Limits(
         drain=fields["drain"].unit(parse_rate, "rate", "2GiB/s") if "drain" in fields else None,
         transfers=fields["transfers"].integer(1, MAX_TRANSFERS) if "transfers" in fields else Limits().transfers,
+        unsynced=_unsynced(fields["unsynced"]) if "unsynced" in fields else None,
         stop=fields["stop"].unit(parse_duration, "duration", "25s") if "stop" in fields else None,
         read_timeout=_timeout(fields["read_timeout"]) if "read_timeout" in fields else Limits().read_timeout,
         tier_timeout=_timeout(fields["tier_timeout"]) if "tier_timeout" in fields else Limits().tier_timeout,

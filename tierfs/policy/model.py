@@ -36,6 +36,13 @@ class TierConfig:
     low: float
     numa: tuple[int, ...] = ()
     huge: str = "within_size"
+    max: int | None = None
+    """Own tmpfs only: bytes up to which it may grow while open files need it; None: twice the size."""
+
+    @property
+    def hard_limit(self) -> int:
+        """Bytes that an own tmpfs never has more of."""
+        return self.max if self.max is not None else 2 * (self.size or 0)
 
     @property
     def persistent(self) -> bool:
@@ -72,6 +79,8 @@ class Limits:
     """Bytes per second over all drains; None is unlimited."""
     transfers: int = 4
     """Files copied at the same time."""
+    unsynced: int | None = None
+    """Bytes that may be on no persistent tier; None: as many as the memory tier takes."""
     stop: float | None = None
     """Seconds that a mount which is told to end (SIGTERM) may drain; None: until everything is durable."""
     read_timeout: float = 30.0

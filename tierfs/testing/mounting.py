@@ -225,6 +225,7 @@ def mounted(
     archive: Path,
     nvme: Path | None = None,
     memory: str = "512MiB",
+    memory_max: str | None = None,
     rules: Sequence[Mapping[str, object]] | None = None,
     extra: Mapping[str, object] | None = None,
     allow_log: Sequence[str] = (),
@@ -245,7 +246,7 @@ def mounted(
     )
     for directory in (mount.path, archive, *([nvme] if nvme else [])):
         directory.mkdir(parents=True, exist_ok=True)
-    mount.config.write_text(_policy_text(mount, memory, rules, extra or {}))
+    mount.config.write_text(_policy_text(mount, memory, memory_max, rules, extra or {}))
     try:
         mount.mount()
         yield mount
@@ -279,9 +280,14 @@ def _device_of(path: Path) -> str | None:
 
 
 def _policy_text(
-    mount: TestMount, memory: str, rules: Sequence[Mapping[str, object]] | None, extra: Mapping[str, object]
+    mount: TestMount,
+    memory: str,
+    memory_max: str | None,
+    rules: Sequence[Mapping[str, object]] | None,
+    extra: Mapping[str, object],
 ) -> str:
-    tiers: dict[str, object] = {"memory": {"kind": "memory", "size": memory}}
+    most = {} if memory_max is None else {"max": memory_max}
+    tiers: dict[str, object] = {"memory": {"kind": "memory", "size": memory, **most}}
     if mount.nvme is not None:
         tiers["nvme"] = {"kind": "dir", "path": str(mount.nvme)}
     tiers["archive"] = {"kind": "dir", "path": str(mount.archive)}

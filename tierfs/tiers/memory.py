@@ -66,7 +66,7 @@ class MemoryMount:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             there = mounted_at(self.path)
             if there == ("tmpfs", SOURCE):
-                self.resize(self.size)
+                self.resize(max(self.size, self.used()))  # it may have grown
                 return
             if there is not None:
                 raise refusal(self.name, f"{self.path} has a {there[0]} from {there[1]} mounted on it")
@@ -104,6 +104,11 @@ class MemoryMount:
         except OSError as error:
             raise TierError.of(self.name, f"resize {self.path} to {size} bytes", error) from error
         self.size = size
+
+    def used(self) -> int:
+        """Bytes in it. Raises OSError."""
+        found = os.statvfs(self.path)
+        return (found.f_blocks - found.f_bfree) * found.f_frsize
 
     def unmount(self) -> None:
         """Unmount: what is in it is gone. Open descriptors keep the memory until they are closed. Raises TierError."""
