@@ -145,6 +145,19 @@ def test_status_lists_and_shows(daemon: FakeDaemon, mnt: Path, capsys: Capture) 
     assert json.loads(capsys.readouterr().out) == [daemon.answers["status"]]
 
 
+def test_what_scripts_ask_often_loads_no_more_than_it_needs(daemon: FakeDaemon) -> None:
+    """Each is another second of all the ranks of a training job."""
+    script = """
+import sys
+from tierfs.cli import main
+assert main(["status", "--json"]) == 0
+sys.exit(" ".join({"rich", "yaml", "trio", "sqlite3", "tierfs.policy.load"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") or done.stderr == "\n"
+    assert json.loads(done.stdout) == [daemon.answers["status"]]
+
+
 def test_status_without_mounts(capsys: Capture) -> None:
     assert run("status", "--json") == 0
     assert json.loads(capsys.readouterr().out) == []

@@ -105,8 +105,12 @@ class Database:
             self._journal = Journal(path.with_name(path.name + "-log"))
             self._recover()
             self._mark_unclean()
-        except (sqlite3.Error, OSError) as error:
-            raise CatalogError(f"catalog {path}: {error}") from error
+        except BaseException as error:
+            if "_db" in self.__dict__:
+                self._db.close()  # and with it the lock, so that the next try meets what this one did
+            if isinstance(error, sqlite3.Error | OSError):
+                raise CatalogError(f"catalog {path}: {error}") from error
+            raise
 
     def _refuse_lost(self) -> None:
         """A journal is made after the first catalog is on stable storage: without one it belongs to a catalog that is

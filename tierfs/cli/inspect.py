@@ -1,10 +1,10 @@
-"""Commands that look: status, info, check, explain, fsck."""
+"""Commands that look: status, info, check, explain, fsck. Those that read policy files load what that takes."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -13,11 +13,9 @@ from tierfs.cli import render
 from tierfs.control.client import call, find_mount
 from tierfs.control.protocol import MountRecord, list_mounts
 from tierfs.errors import TierfsError, UsageError
-from tierfs.policy.describe import check_summary, remarks
-from tierfs.policy.describe import explain as explain_path
-from tierfs.policy.load import check_paths, load_policy
-from tierfs.policy.machine import Machine, check_machine
-from tierfs.policy.model import Policy
+
+if TYPE_CHECKING:
+    from tierfs.policy.model import Policy
 
 ANSWER_SECONDS = 10.0
 """A daemon answers status and info at once, or not at all."""
@@ -119,6 +117,10 @@ def check(config: Path, as_json: bool) -> None:
     Example:
       tierfs check /etc/tierfs/ckpt.yaml
     """
+    from tierfs.policy.describe import check_summary, remarks
+    from tierfs.policy.load import check_paths, load_policy
+    from tierfs.policy.machine import Machine, check_machine
+
     policy = load_policy(config)
     check_paths(policy)
     check_machine(policy, Machine.this())
@@ -128,6 +130,8 @@ def check(config: Path, as_json: bool) -> None:
 
 
 def _remarks_on_this_machine(policy: Policy) -> list[str]:
+    from tierfs.policy.machine import Machine
+
     memory = Machine.this().memory
     found = [
         f"tier {tier.name} may take {render.size(tier.size)} of this machine's {render.size(memory)} of memory"
@@ -157,6 +161,9 @@ def explain(config: Path, path: str, as_json: bool) -> None:
       tierfs explain ckpt.yaml run42/step-1000.pt
       tierfs explain ckpt.yaml /mnt/ckpt/run42/step-1000.pt --json
     """
+    from tierfs.policy import describe
+    from tierfs.policy.load import load_policy
+
     policy = load_policy(config)
     relative = os.path.normpath(path)
     if os.path.isabs(relative):
@@ -165,7 +172,7 @@ def explain(config: Path, path: str, as_json: bool) -> None:
         relative = os.path.relpath(relative, policy.mount)
     if relative in ("", ".") or relative.split("/")[0] == "..":
         raise UsageError(f"{path!r} is no path of a file below the mountpoint")
-    answer = explain_path(policy, os.fsencode(relative))
+    answer = describe.explain(policy, os.fsencode(relative))
     render.print_json(answer) if as_json else render.explanation(answer)
 
 
@@ -182,6 +189,7 @@ def fsck(config: Path, as_json: bool) -> int:
       tierfs fsck /etc/tierfs/ckpt.yaml
     """
     from tierfs.fsck import check_all
+    from tierfs.policy.load import load_policy
 
     policy = load_policy(config)
     for record in list_mounts():

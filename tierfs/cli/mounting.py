@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -26,10 +27,10 @@ from tierfs.cli.recovering import show
 from tierfs.control.client import call
 from tierfs.control.protocol import MountRecord, list_mounts, mount_table, pid_alive
 from tierfs.errors import MountError, NotDurableInTime, TierfsError, UsageError
-from tierfs.policy.load import check_paths, load_policy
-from tierfs.policy.machine import Machine, check_machine
-from tierfs.policy.model import Policy
 from tierfs.report import read_reports
+
+if TYPE_CHECKING:
+    from tierfs.policy.model import Policy
 
 RESTART_SECONDS = 30.0
 _UMOUNT_NOFOLLOW = 8
@@ -53,6 +54,9 @@ def mount(config: Path, mountpoint: Path | None, foreground: bool, resume: int |
       tierfs mount ckpt.yaml /mnt/ckpt
       tierfs mount --foreground ckpt.yaml /mnt/ckpt
     """
+    from tierfs.policy.load import check_paths, load_policy
+    from tierfs.policy.machine import Machine, check_machine
+
     config = Path(os.path.realpath(config))
     chosen = None if mountpoint is None else Path(os.path.realpath(mountpoint))
     policy = load_policy(config, mountpoint=chosen)

@@ -1,4 +1,7 @@
-"""What the commands show: JSON and tables on stdout, progress on stderr (only when that is a terminal)."""
+"""What the commands show: JSON and tables on stdout, progress on stderr (only when that is a terminal).
+
+rich is loaded where it is needed: it takes as long as all else that `tierfs status --json` does, and scripts ask often.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from tierfs.units import format_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Json = dict[str, Any]
 ProgressCallback = Callable[[int, int, str], None]
@@ -49,6 +50,9 @@ def progress(what: str) -> Iterator[ProgressCallback]:
     if not sys.stderr.isatty():
         yield lambda done, total, what: None
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -67,6 +71,9 @@ def progress(what: str) -> Iterator[ProgressCallback]:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> None:
     """A plain table; the columns named in ``right`` are numbers."""
+    from rich.table import Table
+    from rich.text import Text
+
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         grid.add_column(name, justify="right" if name in right else "left", overflow="fold")
@@ -77,6 +84,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Se
 
 
 def console() -> Console:
+    from rich.console import Console
+
     # Lines are not cut to 80 columns when a program reads them.
     return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 240)
 
