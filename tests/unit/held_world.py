@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 from assembled import Parts, assemble
@@ -23,6 +23,16 @@ from tierfs.report import Report
 from tierfs.types import ROOT_INO, Attributes
 
 CALLER = Caller(0, 0)
+T = TypeVar("T")
+
+
+def inside(call: Callable[..., T], *args: object) -> T:
+    """Call something that wants to be called from the event loop."""
+
+    async def run() -> T:
+        return call(*args)
+
+    return trio.run(run)
 
 
 class World:
@@ -48,8 +58,8 @@ class World:
         )
         parts.files.orphans.clear()
         parts.files.orphans.update(parts.catalog.orphans())
-        settle(parts.files)
-        parts.names.forget(list(parts.files.orphans))
+        inside(settle, parts.files)
+        inside(parts.names.forget, list(parts.files.orphans))
         trio.run(parts.migrator.remove_discarded)
         trio.run(reclaim_orphans, parts.catalog, parts.stores, parts.files.former_key)
 
@@ -89,11 +99,11 @@ class World:
         found = self.find(path)
         flags = os.O_WRONLY | (os.O_TRUNC if truncate else 0)
         if found is None:
-            fh, _ = self.parts.names.create(*self._place(path), 0o644, os.O_WRONLY, CALLER)
+            fh, _ = inside(self.parts.names.create, *self._place(path), 0o644, os.O_WRONLY, CALLER)
         else:
             fh = trio.run(self.parts.files.open, found.ino, flags)
-        self.parts.filesystem.write(fh, 0, data)
-        self.parts.files.release(fh)
+        inside(self.parts.filesystem.write, fh, 0, data)
+        inside(self.parts.files.release, fh)
 
     def save(self, path: str, data: bytes) -> None:
         """As programs do that care: a temporary name, then a rename over the old file."""
@@ -105,19 +115,19 @@ class World:
 
     def unlink(self, path: str) -> None:
         ino = self.ino(path)
-        self.parts.names.unlink(*self._place(path), CALLER)
-        self.parts.names.forget([ino])
+        inside(self.parts.names.unlink, *self._place(path), CALLER)
+        inside(self.parts.names.forget, [ino])
 
     def rmdir(self, path: str) -> None:
         ino = self.ino(path)
-        self.parts.names.rmdir(*self._place(path), CALLER)
-        self.parts.names.forget([ino])
+        inside(self.parts.names.rmdir, *self._place(path), CALLER)
+        inside(self.parts.names.forget, [ino])
 
     def rename(self, path: str, to: str) -> None:
         over = self.find(to)
         self.parts.names.rename(*self._place(path), *self._place(to), 0, CALLER)
         if over is not None:
-            self.parts.names.forget([over.ino])
+            inside(self.parts.names.forget, [over.ino])
 
     def change(self, path: str, *, mode: int, mtime_ns: int, xattr: bytes) -> None:
         ino = self.ino(path)
@@ -129,7 +139,7 @@ class World:
         try:
             return trio.run(self.parts.filesystem.read, handle, 0, 1 << 20)
         finally:
-            self.parts.files.release(handle)
+            inside(self.parts.files.release, handle)
 
     def shown(self, path: str) -> tuple[bytes, int, int, int, dict[bytes, bytes]]:
         """(content, size, mode, mtime in ns, xattrs)."""
@@ -177,7 +187,7 @@ class World:
 
     def settle(self) -> None:
         """What is held no longer goes."""
-        self.parts.migrator.held.release()
+        inside(self.parts.migrator.held.release)
         trio.run(self.parts.migrator.remove_discarded)
 
     def drain_all(self) -> None:

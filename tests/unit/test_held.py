@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from held_world import CALLER, World
+from held_world import CALLER, World, inside
 
 from tierfs.report import Lost, Report, RolledBack, Undone
 from tierfs.types import Usage
@@ -103,7 +103,7 @@ def test_a_version_that_was_open_when_the_memory_was_lost_is_rolled_back(world: 
     world.write("f", OLD)
     world.durable("f")
     fh = trio.run(world.parts.files.open, world.ino("f"), os.O_WRONLY)
-    world.parts.filesystem.write(fh, 0, NEW)
+    inside(world.parts.filesystem.write, fh, 0, NEW)
     world.reboot()
     assert world.read("f") == OLD
     world.check()
@@ -167,7 +167,7 @@ def test_rewritten_while_read_from_a_disk_the_last_durable_version_stays(nvme: W
     nvme.write("f", NEW, truncate=truncate)
     new = NEW if truncate else NEW + OLD[len(NEW) :]
     assert trio.run(nvme.parts.filesystem.read, reader, 0, 1 << 20) == new
-    nvme.parts.files.release(reader)
+    inside(nvme.parts.files.release, reader)
     assert sorted(nvme.on("nvme")) == sorted([OLD, new])
     assert nvme.problems() == []
     nvme.check()
@@ -349,7 +349,7 @@ def test_saves_that_delete_the_one_before_let_go_once_one_is_drained(world: Worl
 
 def test_a_file_of_another_rule_that_ends_on_a_disk_is_waited_for(tmp_path: Path) -> None:
     """The archive does not get it, and would not know."""
-    world = World(tmp_path, rules="rules:\n- {match: '*.local', drain: nvme}\n")
+    world = World(tmp_path, rules="[{match: '*.local', drain: nvme}]")
     world.write("old", OLD)
     world.durable("old")
     world.write("new.local", NEW)
@@ -429,7 +429,7 @@ def test_a_deleted_file_that_is_open_outlives_the_release_of_its_delete(nvme: Wo
     nvme.unlink("f")
     nvme.drain_all()
     assert trio.run(nvme.parts.filesystem.read, handle, 0, 1 << 20) == OLD
-    nvme.parts.files.release(handle)
+    inside(nvme.parts.files.release, handle)
     nvme.settle()
     assert nvme.on("nvme") == []
     assert nvme.parts.catalog.attributes(ino) is None
