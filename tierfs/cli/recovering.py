@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from tierfs.cli import render
-from tierfs.cli.inspect import json_option, mount_at
-from tierfs.policy.load import load_policy
+from tierfs.cli.inspect import MountedPath, json_option, mount_at
+from tierfs.control.protocol import list_mounts
 from tierfs.report import Report, read_reports
 
 
@@ -19,9 +20,9 @@ def show(report: Report) -> None:
 
 
 @click.command()
-@click.argument("mount", metavar="CONFIG|MOUNTPOINT", type=click.Path(path_type=Path))
+@click.argument("mount", metavar="CONFIG|MOUNTPOINT", type=MountedPath())
 @json_option
-def recover(mount: Path, as_json: bool) -> None:
+def recover(mount: str, as_json: bool) -> None:
     """Show what was rolled back, lost, undone or removed when the filesystem was mounted after a crash or reboot.
 
     The same is printed by `tierfs mount` and is in the log; the last reports are kept in the state directory, newest
@@ -32,8 +33,7 @@ def recover(mount: Path, as_json: bool) -> None:
       tierfs recover /mnt/ckpt
       tierfs recover /etc/tierfs/ckpt.yaml --json | jq '.[-1].lost[].path'
     """
-    state = load_policy(mount).state if mount.is_file() else Path(mount_at(str(mount)).state)
-    reports = read_reports(state)
+    reports = read_reports(_state(mount))
     if as_json:
         render.print_json([asdict(report) for report in reports])
         return
@@ -41,6 +41,18 @@ def recover(mount: Path, as_json: bool) -> None:
         render.say(f"{mount}: nothing to report")
     for report in reports:
         show(report)
+
+
+def _state(mount: str) -> Path:
+    """The state directory. A mount need not answer for this: its mountpoint is not looked at."""
+    for record in list_mounts():
+        if record.mountpoint == os.path.abspath(mount):
+            return Path(record.state)
+    if not os.path.isfile(mount):
+        return Path(mount_at(mount).state)
+    from tierfs.policy.load import load_policy
+
+    return load_policy(Path(mount)).state
 
 
 COMMANDS: tuple[click.Command, ...] = (recover,)

@@ -1,7 +1,8 @@
 """Loaded by every Python process of a mount made by a test that has the fixture ``seam`` (test_recall): lets the test
-hold the recalls of the daemon; the commands beside it need not load what a daemon does. While the file ``hold`` is in the directory TIERFS_TEST_SEAM, no chunk is read from the
-archive, except those whose number ``allow-<number>`` names; each chunk that is read is appended to ``order``. Recalls
-of whole files are held, too: copies from below TIERFS_TEST_FROM."""
+hold the recalls of the daemon; the commands beside it need not load what a daemon does. While the file ``hold`` is in
+the directory TIERFS_TEST_SEAM, no chunk is read from the archive, except those whose number ``allow-<number>`` names;
+each chunk that is read is appended to ``order``. Recalls of whole files are held, too: copies from below
+TIERFS_TEST_FROM."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import os
 import sys
 import time
 from pathlib import Path
+
 
 def install() -> None:
     from tierfs.migrator import gradual, transfer
