@@ -120,6 +120,7 @@ class Daemon:
             quiesce=migrator.quiesce,
             discard=migrator.discard,
             lanes=migrator.lanes,
+            unfit=migrator.scrubber.unfit,
         )
         migrator.serve(files, self.tiers.mounts)
         files.orphans.update(self.catalog.orphans())

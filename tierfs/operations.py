@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -30,6 +31,8 @@ log = logging.getLogger("tierfs")
 
 UNDRAINED = "undrained.json"
 """In the state directory: what the last mount that ran out of time left in memory."""
+DAMAGED_SHOWN = 100
+"""Damaged replicas that status names."""
 LATE_SHOWN = 10
 """Late files that status names."""
 
@@ -73,6 +76,7 @@ class Operations:
             "resume": self.resume,
             "restart": self.restart,
             "detach": self.detach,
+            "scrub": self.scrub,
         }
 
     # space
@@ -154,8 +158,45 @@ class Operations:
                 "late_bytes": late_bytes,
                 "late": self._late_paths(),
             },
+            "damaged": self._damaged(),
+            "scrub": [self._scrub_of(tier.name) for tier in self._host.policy.tiers if tier.persistent],
             "held_deletes": dict(zip(("files", "bytes"), self._migrator.held.sums(), strict=True)),
         }
+
+    def _damaged(self) -> Json:
+        """Replicas that do not have their bytes, while no other tier has them."""
+        catalog = self._host.catalog
+        listed = [
+            {
+                "path": self._migrator.flusher.path(found.ino),
+                "tier": found.tier,
+                "version": found.version,
+                "what": found.what,
+                "since": found.since_ns / 1e9,
+            }
+            for found in catalog.damaged(DAMAGED_SHOWN)
+        ]
+        return {"replicas": catalog.count_damaged(), "list": listed}
+
+    def _scrub_of(self, tier: str) -> Json:
+        known = self._host.catalog.scrub_of(tier)
+        done, total = self._migrator.scrubber.running.get(tier, (None, None))
+        return {
+            "tier": tier,
+            "finished": known.finished_ns / 1e9 if known and known.began_ns else None,
+            "done_bytes": done,
+            "total_bytes": total,
+        }
+
+    async def scrub(self, args: Json, progress: Progress) -> Json:
+        tiers = [tier.name for tier in self._host.policy.tiers if tier.persistent]
+        if args.get("tier") is not None:
+            tiers = [self._tier_name(args["tier"])]
+        rate = args.get("rate")
+        if rate is not None and (not isinstance(rate, int) or rate < 1):
+            raise UsageError(f"rate {rate!r} is no number of bytes per second")
+        report = await self._migrator.scrubber.scrub(tiers, rate, lambda d, t: progress(d, t, "scrubbing"))
+        return dataclasses.asdict(report) | {"tiers": tiers}
 
     def _late_paths(self) -> list[str]:
         """The first of the files past their deadline."""

@@ -95,6 +95,7 @@ rules: {rules or "[]"}
         quiesce=migrator.quiesce,
         discard=migrator.discard,
         lanes=migrator.lanes,
+        unfit=migrator.scrubber.unfit,
     )
     migrator.serve(files)
     names = Namespace(catalog, files)

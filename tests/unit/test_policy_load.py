@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tierfs.errors import ConfigError
 from tierfs.policy.load import MAX_BYTES, check_paths, load_policy, parse_policy
-from tierfs.policy.model import Keep, Limits, Policy, Rule, TierConfig
+from tierfs.policy.model import Keep, Limits, Policy, Rule, ScrubConfig, TierConfig
 
 FULL = """\
 mount: /mnt/ckpt
@@ -493,3 +493,29 @@ def test_fuzz_a_damaged_policy(edits: list[tuple[int, int, str]]) -> None:
     for at, removed, inserted in edits:
         text = text[:at] + inserted + text[at + removed :]
     only_config_error(text)
+
+
+def test_limits_and_scrub() -> None:
+    text = f"{SMALL}limits: {{read_timeout: 5s, tier_timeout: 2m}}\nscrub: {{every: 7d, rate: 1MiB/s}}\n"
+    policy = parse_policy(text, "p.yaml")
+    assert (policy.limits.read_timeout, policy.limits.tier_timeout) == (5.0, 120.0)
+    assert policy.scrub == ScrubConfig(7 * 86400.0, 1 << 20)
+    assert parse_policy(SMALL, "p.yaml").scrub == ScrubConfig(30 * 86400.0, 50 << 20)
+    assert parse_policy(f"{SMALL}scrub: none\n", "p.yaml").scrub.every is None
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("limits: {read_timeout: 0.5s}", "limits.read_timeout: 0.5 s is out of range; write a duration from 1s to 1h"),
+        ("limits: {tier_timeout: 2h}", "limits.tier_timeout: 7200 s is out of range"),
+        ("limits: {tier_timeout: 5}", "is not a duration"),
+        ("scrub: weekly", "scrub: must be none or a mapping, not text"),
+        ("scrub: {every: 30s}", "scrub.every: 30 s is out of range; write a minute or more"),
+        ("scrub: {rate: 5MiB}", "scrub.rate: '5MiB' is not a rate"),
+        ("scrub: {evry: 7d}", "scrub.evry: unknown key; did you mean 'every'?"),
+    ],
+)
+def test_mistakes_of_limits_and_scrub(line: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        parse_policy(f"{SMALL}{line}\n", "p.yaml")

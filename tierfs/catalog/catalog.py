@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tierfs.catalog.damage import Damaged
 from tierfs.catalog.deadlines import Deadlines
 from tierfs.catalog.held import HeldQueries
 from tierfs.errors import FsError
@@ -56,7 +57,7 @@ def _replica(row: tuple[int, int, str, int, str, int, bytes | None]) -> Replica:
     return Replica(Ino(row[0]), row[1], row[2], ReplicaState(row[3]), row[4], row[5], row[6])
 
 
-class Catalog(Deadlines, HeldQueries):
+class Catalog(Deadlines, HeldQueries, Damaged):
     """The queries, by what they are about. Reads see every transaction that has ended."""
 
     def __init__(self, path: Path) -> None:

@@ -170,5 +170,23 @@ CREATE TABLE IF NOT EXISTS vouched (
     version INTEGER NOT NULL,           -- something closed before it may not have been
     seq     INTEGER NOT NULL            -- when
 );
+
+CREATE TABLE IF NOT EXISTS damage (
+    ino      INTEGER NOT NULL,          -- a replica that does not have the bytes written to it
+    version  INTEGER NOT NULL,
+    tier     TEXT NOT NULL,
+    key      TEXT NOT NULL,             -- another than the replica's: it was replaced, the row means nothing
+    what     TEXT NOT NULL,             -- for a person
+    since_ns INTEGER NOT NULL,          -- wall clock
+    PRIMARY KEY (ino, version, tier)
+) WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS scrubs (
+    tier        TEXT PRIMARY KEY,
+    ino         INTEGER NOT NULL,       -- the last replica read by the pass under way; 0: none yet
+    version     INTEGER NOT NULL,
+    began_ns    INTEGER NOT NULL,       -- wall clock; above finished_ns: the pass is not over
+    finished_ns INTEGER NOT NULL        -- of the last pass that came to its end, or of the first mount
+) WITHOUT ROWID;
 """
 """Tables that a catalog of an earlier build of this format lacks: made when it is opened."""

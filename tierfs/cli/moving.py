@@ -12,7 +12,7 @@ from tierfs.cli.inspect import ANSWER_SECONDS, MountedPath, Mountpoint, json_opt
 from tierfs.control.client import call, find_mount
 from tierfs.control.protocol import Json, MountRecord, list_mounts
 from tierfs.errors import TierfsError, UsageError
-from tierfs.units import parse_duration
+from tierfs.units import parse_duration, parse_rate
 
 PAUSED = "drains are paused"
 """What the daemon reports instead of its progress: who waits without a limit should know."""
@@ -247,4 +247,40 @@ pause = _switch(
 )
 resume = _switch("resume", "drains go on", "Go on draining after `tierfs pause`.")
 
-COMMANDS: tuple[click.Command, ...] = (flush, warmup, evict, pause, resume)
+class Rate(click.ParamType[int]):
+    name = "rate"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_rate(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.command()
+@click.argument("mountpoint", type=Mountpoint())
+@click.option("--tier", metavar="TIER", help="Only this tier.  [default: all but memory]")
+@click.option("--rate", type=Rate(), metavar="SIZE/s", help="Read at most this much, such as 100MiB/s.")
+@json_option
+def scrub(mountpoint: str, tier: str | None, rate: int | None, as_json: bool) -> int:
+    """Read every durable copy and compare it with its digest. A bad one is replaced from a good one.
+
+    The policy's `scrub:` does so regularly; this does it now. Exits 1 when files are damaged, because no tier has the
+    right bytes, or a tier does not answer.
+
+    \b
+    Examples:
+      tierfs scrub /mnt/ckpt
+      tierfs scrub /mnt/ckpt --tier archive --rate 100MiB/s
+    """
+    record = mount_at(mountpoint)
+    args: Json = {key: value for key, value in (("tier", tier), ("rate", rate)) if value is not None}
+    with render.progress("scrubbing") as progress:
+        answer = call(record, "scrub", args, on_progress=progress)
+    render.print_json(answer) if as_json else render.scrubbed(answer)
+    return 1 if answer.get("damaged") or answer.get("skipped") else 0
+
+
+COMMANDS: tuple[click.Command, ...] = (flush, warmup, evict, pause, resume, scrub)

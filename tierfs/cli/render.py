@@ -164,6 +164,20 @@ def status(mount: Json) -> None:
     ]
     numbers = ("CAPACITY", "USED", "CLEAN", "DIRTY", "OPEN")
     table(("TIER", "KIND", "STATE", *numbers, "LAST ERROR"), rows, right=numbers)
+    damaged = mount.get("damaged") or {}
+    if damaged.get("replicas"):
+        say(f"damaged, no tier has the right bytes ({damaged['replicas']}):")
+        table(("PATH", "TIER", "WHAT"), [[d.get("path"), d.get("tier"), d.get("what")] for d in damaged["list"]])
+
+
+def scrubbed(answer: Json) -> None:
+    """What a scrub found."""
+    say(f"{answer.get('files')} copies ({size(answer.get('bytes'))}) read on {', '.join(answer.get('tiers') or [])}")
+    for what, key in (("replaced", "replaced"), ("damaged, no tier has the right bytes", "damaged")):
+        for path in answer.get(key) or []:
+            say(f"{what}: {path}")
+    for why in answer.get("skipped") or []:
+        note(f"not all was read: {why}")
 
 
 def info(answer: Json) -> None:

@@ -51,6 +51,10 @@ _LOWER = (errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT, errno.EIO, errno.EROFS, e
 log = logging.getLogger("tierfs.fs")
 
 
+async def _never(replica: Replica, fd: int | None) -> bool:
+    return False
+
+
 @dataclass
 class OpenFiles:
     catalog: Catalog
@@ -73,6 +77,8 @@ class OpenFiles:
     """(tier, key): remove these bytes soon."""
     lanes: Lanes = field(default_factory=lambda: Lanes(()))
     """Threads of the tiers that are disks, which may hang. What is asked of a tier without is done on the spot."""
+    unfit: Callable[[Replica, int | None], Awaitable[bool]] = _never
+    """(replica, its descriptor, None if it is gone): whether it does not have the bytes written to it."""
     inodes: dict[int, OpenInode] = field(default_factory=dict)
     handles: dict[int, Handle] = field(default_factory=dict)
     orphans: set[int] = field(default_factory=set)
@@ -231,10 +237,17 @@ class OpenFiles:
             except (OSError, TierError) as error:
                 if self.catalog.replica(ino, local.version, local.tier) == local:
                     # Not evicted meanwhile: the tier fails. Another one may have the bytes.
+                    missing = isinstance(error, FileNotFoundError) and await self.unfit(local, None)
                     if not self._elsewhere(local, avoid):
-                        raise
+                        raise (FsError(errno.EIO) if missing else error) from None
                     log.info("tier %s: inode %d cannot be opened: %s; trying other tiers", local.tier, ino, error)
                     avoid.add(local.tier)
+                continue
+            if await self.unfit(local, fd):
+                self.local.close(local.tier, fd)
+                if not self._elsewhere(local, avoid):
+                    raise FsError(errno.EIO)
+                avoid.add(local.tier)
                 continue
             if writes:
                 try:

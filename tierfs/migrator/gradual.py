@@ -62,8 +62,8 @@ class Host(Protocol):
     def superfluous(self, replica: Replica) -> None:
         """Nobody wants the file that was just published: remove it."""
 
-    def complain(self, replica: Replica, tier: str, what: str) -> None:
-        """Something that an operator must see."""
+    def complain(self, replica: Replica, tier: str, what: str, *, damaged: bool = False) -> None:
+        """Something that an operator must see; ``damaged``: the tier has other bytes than were written."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -191,17 +191,18 @@ class Recall:
         self._moved.set()
         self._moved = trio.Event()
 
-    def _fail(self, what: str) -> None:
-        self._complain(what)
+    def _fail(self, what: str, *, damaged: bool = False) -> None:
+        self._complain(what, damaged=damaged)
         self._failure = what
         self._notify()
 
-    def _complain(self, what: str) -> None:
+    def _complain(self, what: str, *, damaged: bool = False) -> None:
         if self._stopped:
             return  # given up: threads that come to nothing because of that are no fault
         self._complaints += 1
         if self._complaints <= COMPLAINTS:
-            self.host.complain(self.replica, self.source.tier if self.source else self.replica.tier, what)
+            tier = self.source.tier if self.source else self.replica.tier
+            self.host.complain(self.replica, tier, what, damaged=damaged)
 
     # the task
 
@@ -213,7 +214,7 @@ class Recall:
                 return
             size = await self._persist(partial(self._open, self.source))
             if size != self.source.size:
-                self._fail(f"it has {size} bytes there, not {self.source.size}")
+                self._fail(f"it has {size} bytes there, not {self.source.size}", damaged=True)
                 return
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._fetch_demanded)
@@ -328,7 +329,8 @@ class Recall:
         try:
             if await self._persist(lambda: partial(self._copy, index), tries):
                 return HERE
-            self._complain(f"bytes {index * CHUNK} and on are not those that were written; reading them gives EIO")
+            what = f"bytes {index * CHUNK} and on are not those that were written; reading them gives EIO"
+            self._complain(what, damaged=True)
         except (OSError, TierError) as error:
             self._complain(f"bytes {index * CHUNK} and on cannot be read: {error}")
         return BAD
@@ -349,7 +351,7 @@ class Recall:
     async def _finish(self, source: Replica) -> None:
         digest = tree_digest(self._digests)
         if source.digest is not None and digest != source.digest:
-            self._fail("its bytes are not those that were written; reading it gives EIO")
+            self._fail("its bytes are not those that were written; reading it gives EIO", damaged=True)
             return
         try:
             with trio.CancelScope(shield=True):

@@ -33,6 +33,7 @@ from tierfs.migrator.queue import DrainQueue
 from tierfs.migrator.recall import Recaller
 from tierfs.migrator.relief import Growth, Relief
 from tierfs.migrator.removal import Remover
+from tierfs.migrator.scrub import Scrubber
 from tierfs.migrator.throttle import Throttle
 from tierfs.migrator.transfer import (
     Copied,
@@ -111,6 +112,7 @@ class Migrator:
         self.wait_durable = self.flusher.wait_durable
         self._way_stations = any(tier.persistent for tier in self.policy.tiers[:-1])
         """Persistent tiers above the archive."""
+        self.scrubber = Scrubber(self)
         self.recaller = Recaller(self)
         self.evictor = Evictor(self)
 
@@ -180,6 +182,7 @@ class Migrator:
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.recaller.run)
+            nursery.start_soon(self.scrubber.run)
             nursery.start_soon(self.pace.run)
             nursery.start_soon(self._sync_now_and_then)
             nursery.start_soon(self.queue.watch)
@@ -375,6 +378,10 @@ class Migrator:
     def _tiers_below(self) -> list[str]:
         """Those that copies go to."""
         return [tier.name for tier in self.policy.tiers if tier.persistent]
+
+    def read_opener(self, replica: Replica) -> Callable[[], int]:
+        """Opens a replica for reading, in a thread, where the catalog has it now. Raises OSError, TierError."""
+        return self.recaller.opener(replica)
 
     def target(self, tier: str) -> ReplicaStore | TreeStore:
         return self.tree if tier == self.archive_name else self.stores[tier]

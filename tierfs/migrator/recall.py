@@ -23,6 +23,7 @@ from tierfs.migrator.archive import Archive
 from tierfs.migrator.evict import Evictor
 from tierfs.migrator.gradual import Recall
 from tierfs.migrator.outage import Outages
+from tierfs.migrator.scrub import Scrubber
 from tierfs.migrator.steps import Path
 from tierfs.migrator.transfer import recall_file
 from tierfs.policy.model import Policy
@@ -52,6 +53,7 @@ class Host(Protocol):
     outages: Outages
     lanes: Lanes
     evictor: Evictor
+    scrubber: Scrubber
 
     async def remove_discarded(self) -> None: ...
 
@@ -90,20 +92,28 @@ class Recaller:
                 return here[0]
             try:
                 try:
-                    return self._enter(await self._recall_from(source, attributes.mtime_ns, chosen))
+                    replica = self._enter(await self._recall_from(source, attributes.mtime_ns, chosen))
                 except TierError as error:
                     if error.errno != errno.ENOSPC or not await self._make_room(candidates, source.size):
                         raise
                     chosen = host.files.space.choose(candidates, source.size)
-                    return self._enter(await self._recall_from(source, attributes.mtime_ns, chosen))
+                    replica = self._enter(await self._recall_from(source, attributes.mtime_ns, chosen))
             except (TierError, DigestMismatch) as error:
                 if self._deleted(attributes.ino):
                     break
                 if self._moved(source, paths):
                     continue
-                log.error("%s", error)
-                host.outages.last_errors[source.tier] = why = str(error)
+                why = str(error)
                 failed.add((source.tier, source.key))
+                if not host.catalog.is_damaged(source):
+                    log.error("%s", error)
+                    host.outages.last_errors[source.tier] = why
+                    if isinstance(error, DigestMismatch):
+                        host.scrubber.suspect(source)
+                continue
+            if host.catalog.is_damaged(source):
+                host.scrubber.right_again(source)
+            return replica
         if self._deleted(attributes.ino):
             raise FsError(errno.ENOENT)
         raise FsError(errno.EIO, why)
@@ -181,7 +191,7 @@ class Recaller:
                 cancel,
             )
 
-        opener = self._opener(source)
+        opener = self.opener(source)
         digest = None
         try:
             with scope:
@@ -209,7 +219,7 @@ class Recaller:
             self._host.catalog.put_replica(replica)
         return replica
 
-    def _opener(self, source: Replica) -> Callable[[], int]:
+    def opener(self, source: Replica) -> Callable[[], int]:
         """Opens the replica for reading, in a thread, where the catalog has it now. Raises OSError, TierError."""
         if source.tier != self._host.archive_name:
             return partial(self._host.stores[source.tier].open, source.key, write=False)
@@ -277,7 +287,7 @@ class Recaller:
         return recall
 
     def locate(self, source: Replica) -> Callable[[], int]:
-        return self._opener(source)
+        return self.opener(source)
 
     def arrived(self, recall: Recall, replica: Replica) -> None:
         with contextlib.suppress(FsError):
@@ -289,7 +299,12 @@ class Recaller:
     def superfluous(self, replica: Replica) -> None:
         self._host.files.discard(replica.tier, replica.key)
 
-    def complain(self, replica: Replica, tier: str, what: str) -> None:
+    def complain(self, replica: Replica, tier: str, what: str, *, damaged: bool = False) -> None:
+        source = self._host.catalog.replica(replica.ino, replica.version, tier) if damaged else None
+        if source is not None:
+            if self._host.catalog.is_damaged(source):
+                return
+            self._host.scrubber.suspect(source)
         path = b"/".join(self._host.catalog.path_of(replica.ino) or ()).decode(errors="replace")
         text = f"tier {tier}: {path or f'inode {replica.ino}'}: {what}"
         log.error("%s", text)

@@ -55,6 +55,7 @@ def check_summary(policy: Policy) -> dict[str, object]:
         "rules": [{"match": list(rule.match)} | _treatment(policy, rule) for rule in policy.rules],
         "unreachable_rules": list(range(first_catch_all + 1, len(policy.rules))),
         "limits": dataclasses.asdict(policy.limits),
+        "scrub": dataclasses.asdict(policy.scrub),
     }
 
 

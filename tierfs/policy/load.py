@@ -23,7 +23,7 @@ from tierfs.policy.document import listed as _listed
 from tierfs.policy.document import nearest as _nearest
 from tierfs.policy.document import quote as _quote
 from tierfs.policy.match import CATCH_ALL, compile_pattern
-from tierfs.policy.model import Keep, Limits, Mode, Policy, Rule, TierConfig, TierKind
+from tierfs.policy.model import Keep, Limits, Mode, Policy, Rule, ScrubConfig, TierConfig, TierKind
 from tierfs.units import parse_duration, parse_percent, parse_rate, parse_size
 
 MAX_BYTES = 256 << 10
@@ -32,8 +32,9 @@ MAX_BYTES = 256 << 10
 DEFAULT_HIGH, DEFAULT_LOW = 0.85, 0.60
 MAX_TRANSFERS = 64
 MAX_TIMEOUT = 3600.0
+MIN_SCRUB = 60.0
 
-_POLICY_KEYS = ("mount", "mode", "allow_other", "state", "tiers", "rules", "limits")
+_POLICY_KEYS = ("mount", "mode", "allow_other", "state", "tiers", "rules", "limits", "scrub")
 _TIER_KEYS = ("kind", "path", "size", "max", "numa", "huge", "high", "low")
 _RULE_KEYS = ("match", "ack", "close", "fsync", "drain", "keep", "durable_within")
 _LIMIT_KEYS = ("drain", "transfers", "unsynced", "stop", "read_timeout", "tier_timeout")
@@ -98,6 +99,7 @@ def parse_policy(text: str, source: str, *, mountpoint: Path | None = None) -> P
         tiers=tiers,
         rules=_rules(fields.get("rules"), tiers),
         limits=_limits(fields["limits"]) if "limits" in fields else Limits(),
+        scrub=_scrub(fields["scrub"]) if "scrub" in fields else ScrubConfig(),
     )
 
 
@@ -449,6 +451,22 @@ def _limits(at: _At) -> Limits:
         read_timeout=_timeout(fields["read_timeout"]) if "read_timeout" in fields else Limits().read_timeout,
         tier_timeout=_timeout(fields["tier_timeout"]) if "tier_timeout" in fields else Limits().tier_timeout,
     )
+
+
+def _scrub(at: _At) -> ScrubConfig:
+    if at.is_scalar("str") and at.text("") == "none":
+        return ScrubConfig(every=None)
+    if not at.is_mapping():
+        raise at.error(f"must be none or a mapping, not {at.kind()}", "write none, or every: and rate: below it")
+    fields = at.mapping(("every", "rate"))
+    every, rate = ScrubConfig().every, ScrubConfig().rate
+    if "every" in fields:
+        every = fields["every"].unit(parse_duration, "duration", "7d")
+        if every < MIN_SCRUB:
+            raise fields["every"].error(f"{every:g} s is out of range", "write a minute or more, such as 7d")
+    if "rate" in fields:
+        rate = fields["rate"].unit(parse_rate, "rate", "50MiB/s")
+    return ScrubConfig(every, rate)
 
 
 def _timeout(at: _At) -> float:

@@ -90,6 +90,14 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class ScrubConfig:
+    every: float | None = 30 * 86400.0
+    """Seconds from the end of one reading of a tier to the next; None: only when asked."""
+    rate: int | None = 50 << 20
+    """Bytes per second; None is unlimited."""
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """A whole policy file. ``tiers`` fastest first; the last one is the archive (layout tree)."""
 
@@ -102,6 +110,7 @@ class Policy:
     rules: tuple[Rule, ...]
     """The loader appends a catch-all, so that every path has a rule."""
     limits: Limits
+    scrub: ScrubConfig = ScrubConfig()
 
     def tier(self, name: str) -> TierConfig:
         """The tier called ``name``; KeyError when there is none (the loader rules that out)."""
