@@ -102,7 +102,7 @@ class World:
             fh, _ = inside(self.parts.names.create, *self._place(path), 0o644, os.O_WRONLY, CALLER)
         else:
             fh = trio.run(self.parts.files.open, found.ino, flags)
-        inside(self.parts.filesystem.write, fh, 0, data)
+        self.parts.write(fh, 0, data)
         inside(self.parts.files.release, fh)
 
     def save(self, path: str, data: bytes) -> None:

@@ -103,7 +103,7 @@ def test_a_version_that_was_open_when_the_memory_was_lost_is_rolled_back(world: 
     world.write("f", OLD)
     world.durable("f")
     fh = trio.run(world.parts.files.open, world.ino("f"), os.O_WRONLY)
-    inside(world.parts.filesystem.write, fh, 0, NEW)
+    world.parts.write(fh, 0, NEW)
     world.reboot()
     assert world.read("f") == OLD
     world.check()
