@@ -417,6 +417,22 @@ def test_a_loss_during_the_recovery_of_a_loss_is_recovered_from(world: World, mo
     world.check()
 
 
+def test_a_loss_larger_than_the_catalogs_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nevertheless one transaction."""
+    monkeypatch.setattr("tierfs.catalog.journal.SIZE", 192 << 10)
+    world = World(tmp_path)
+    world.write("old", OLD)
+    world.durable("old")
+    for number in range(700):
+        world.write(f"{number:03}", NEW)
+    world.unlink("old")
+    report = world.reboot()
+    assert len(report.lost) == 700
+    assert report.undone == [Undone("unlink", "old")]
+    assert world.read("old") == OLD
+    world.close()
+
+
 # files that somebody has open
 
 
