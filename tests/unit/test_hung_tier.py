@@ -79,7 +79,7 @@ class World:
     def write(self, name: str, data: bytes) -> int:
         files = self.parts.files
         fh, attributes = self.parts.names.create(ROOT_INO, name.encode(), 0o644, os.O_RDWR, Caller(0, 0))
-        self.parts.filesystem.write(fh, 0, data)
+        self.parts.write(fh, 0, data)
         files.release(fh)
         return attributes.ino
 
@@ -178,7 +178,7 @@ def test_who_writes_to_a_file_does_not_wait_for_its_hung_copy(world: World, tier
             if how == "truncate":
                 await files.truncate(ino, 0)
             fh = await files.open(ino, os.O_RDWR)
-            world.parts.filesystem.write(fh, 0, data(2))
+            world.parts.write(fh, 0, data(2))
             files.release(fh)
         await trio.sleep(30)
         world.repair()

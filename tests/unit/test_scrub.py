@@ -36,7 +36,7 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
 
 def write(parts: Parts, name: bytes = b"f", data: bytes = DATA) -> int:
     fh, attributes = parts.names.create(ROOT_INO, name, 0o644, os.O_RDWR, Caller(0, 0))
-    parts.filesystem.write(fh, 0, data)
+    parts.write(fh, 0, data)
     parts.files.release(fh)
     return attributes.ino
 
@@ -194,7 +194,7 @@ def test_the_entry_goes_with_the_bytes(parts: Parts, how: str) -> None:
             parts.names.unlink(ROOT_INO, b"f", Caller(0, 0))
         else:
             fh = await parts.files.open(ino, os.O_WRONLY | os.O_TRUNC)
-            parts.filesystem.write(fh, 0, b"new" * 1000)
+            parts.write(fh, 0, b"new" * 1000)
             parts.files.release(fh)
         assert parts.catalog.count_damaged() == 0
         await settled(parts)
