@@ -509,7 +509,7 @@ def test_limits_and_scrub() -> None:
     [
         ("limits: {read_timeout: 0.5s}", "limits.read_timeout: 0.5 s is out of range; write a duration from 1s to 1h"),
         ("limits: {tier_timeout: 2h}", "limits.tier_timeout: 7200 s is out of range"),
-        ("limits: {tier_timeout: 5}", "is not a duration"),
+        ("limits: {tier_timeout: 5}", "limits.tier_timeout: '5' has no unit; write 5s for seconds"),
         ("scrub: weekly", "scrub: must be none or a mapping, not text"),
         ("scrub: {every: 30s}", "scrub.every: 30 s is out of range; write a minute or more"),
         ("scrub: {rate: 5MiB}", "scrub.rate: '5MiB' is not a rate"),
