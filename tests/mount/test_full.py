@@ -97,6 +97,7 @@ def test_no_more_than_the_limit_is_in_memory_alone(mounter: Mounter, mode: str) 
         with paused(mnt):
             for number in range(4):
                 save(mnt.path / f"{number}.pt", content(20 * MB))
+                until(lambda: not any(tier_status(mnt, tier)["open"] for tier in ("memory", "nvme")))
             found = [tiers_of(mnt, mnt.path / f"{number}.pt") for number in range(4)]
             assert found == [{"memory"}, {"nvme"}, {"nvme"}, {"nvme"}]
             drain = drain_status(mnt)
@@ -113,6 +114,7 @@ def test_a_create_that_waits_holds_nobody_else_up(mounter: Mounter, mode: str) -
         for name in ("a", "b"):
             (mnt.path / name).mkdir()
         save(mnt.path / "a" / "1.pt", content(24 * MB))
+        until(lambda: tier_status(mnt, "memory")["open"] == 0)  # its release came: its size is known
         began = time.monotonic()
         waiting = in_thread(lambda: save(mnt.path / "a" / "2.pt", content(24 * MB)))
         until(lambda: drain_status(mnt)["waiting"] == 1 or not waiting.is_alive())

@@ -13,7 +13,7 @@ import trio.testing
 from assembled import Parts, assemble
 
 from tierfs.errors import FsError
-from tierfs.fs.admission import LOOK, PATIENCE, STALL, WAITING, NoRelief
+from tierfs.fs.admission import FRESH, LOOK, PATIENCE, STALL, WAITING, NoRelief
 from tierfs.fs.caller import Caller
 from tierfs.fs.space import LEAST
 from tierfs.plan.placement import role_of
@@ -310,7 +310,7 @@ def test_a_clean_file_opened_for_writing_counts_again(parts: Parts, drains: Drai
             parts.files.release(fh)
             if name == "a.x":
                 durable(parts, name)
-                await trio.sleep(1)
+                await trio.sleep(2 * FRESH)
         drains.going = False
         found = parts.names.lookup(ROOT_INO, b"a.x")
         assert found is not None
@@ -321,7 +321,7 @@ def test_a_clean_file_opened_for_writing_counts_again(parts: Parts, drains: Drai
         durable_there = [r for r in parts.catalog.replicas(found.ino) if r.state is ReplicaState.DURABLE]
         assert [r.version for r in durable_there] == [found.version], "the durable version stays beside it"
 
-    run(use)
+    trio.run(use)  # the clock of its threads
 
 
 # every tier full

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import errno
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -473,7 +473,10 @@ class Catalog(Deadlines, HeldQueries, Damaged):
         row = self._run("SELECT MIN(seq) FROM oplog").fetchone()
         return row[0] or 0
 
-    def drop_operations(self, through: int) -> None:
+    def drop_operations(self, through: int, single: Sequence[int] = ()) -> None:
+        """Those up to ``through``, and each of ``single``."""
+        for seq in single:
+            self._write("DELETE FROM oplog WHERE seq=?", (seq,))
         self._write("DELETE FROM oplog WHERE seq<=?", (through,))
 
     def last_operation(self) -> int:

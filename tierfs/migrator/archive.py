@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierfs.catalog import Catalog, Operation, PublishedName
+from tierfs.migrator.ahead import LOOK, deletes_ahead
 from tierfs.migrator.steps import Action, Batch, Effect, Metadata, Path, Step
 from tierfs.plan.retention import NEVER, frontier
 from tierfs.tiers.tree import TreeStore
@@ -49,6 +50,8 @@ class Archive:
     name: str
     barrier: Callable[[], int] = lambda: NEVER
     """What happened after this number has to wait for files that the archive does not get."""
+    safe: Callable[[], int] = lambda: 0
+    """What was deleted before this number never has to come back."""
     pending: Batch | None = None
     """The batch that is stored in the catalog and not committed."""
     _settled: list[str] = field(default_factory=list)
@@ -104,14 +107,21 @@ class Archive:
 
     # the phases of a batch
 
-    def next_batch(self, limit: int, ready: Mapping[tuple[int, int], Ready]) -> Batch | None:
-        """The batch to carry out now: one that was begun before, or else a new one of up to ``limit`` operations.
+    def next_batch(
+        self, limit: int, ready: Mapping[tuple[int, int], Ready], *, full: bool = False
+    ) -> Batch | None:
+        """The batch to carry out now: one that was begun before, or else a new one of up to ``limit`` operations. When
+        nothing can go on because the archive is ``full``, deletes that may go first (migrator.ahead).
         Raises CatalogError when the catalog's disk is full."""
         if self.pending is None:
             operations = self.ready_prefix(self.catalog.operations(limit), ready)
-            if not operations:
-                return None
-            batch = self._plan(operations, ready)
+            if operations:
+                batch = self._plan(operations, ready)
+            else:
+                deletes = self._deletes() if full else []
+                if not deletes:
+                    return None
+                batch = self._plan(deletes, ready, ahead=True)
             if batch.weight > HEAVY // 2:
                 self.catalog.commit()
             if batch.steps:
@@ -122,14 +132,21 @@ class Archive:
             self.catalog.commit()
         return self.pending
 
-    def _plan(self, operations: Sequence[Operation], ready: Mapping[tuple[int, int], Ready]) -> Batch:
+    def _deletes(self) -> Sequence[Operation]:
+        return deletes_ahead(self.catalog, self.catalog.operations(LOOK), self.safe(), self.wanted)
+
+    def _plan(
+        self, operations: Sequence[Operation], ready: Mapping[tuple[int, int], Ready], *, ahead: bool = False
+    ) -> Batch:
         batch = Batch()
         for op in operations:
             effect = self._effect(batch, op, ready)
             if not batch.accepts(effect) or batch.weight > HEAVY:
                 batch.split = True
                 break
-            batch.add(op.seq, effect)
+            batch.add(0 if ahead else op.seq, effect)
+            if ahead:
+                batch.ahead.append(op.seq)
         return batch
 
     def execute(self, batch: Batch, alive: Callable[[], object] = lambda: None) -> None:
@@ -162,7 +179,7 @@ class Archive:
                 self.catalog.put_replica(replica)
                 if self.catalog.deadline(replica.ino, replica.version) is not None:
                     self.catalog.drop_deadline(replica.ino)
-            self.catalog.drop_operations(batch.last)
+            self.catalog.drop_operations(batch.last, batch.ahead)
             self.catalog.drop_intent()
         self.pending = None
         self._settled += batch.exchanges

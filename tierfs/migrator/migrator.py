@@ -6,6 +6,7 @@ path of a write or close.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -19,6 +20,7 @@ import trio
 from tierfs.catalog import Catalog
 from tierfs.errors import CatalogError, ContentMissing, DigestMismatch, NoAnswer, SourceChanged, TierError
 from tierfs.fs.lanes import SLOWEST, Beat, Lanes
+from tierfs.fs.mover import FULL
 from tierfs.fs.open_files import OpenFiles
 from tierfs.fs.space import DoesNotAnswer
 from tierfs.migrator.archive import Archive, Ready
@@ -90,13 +92,17 @@ class Migrator:
     _quiet: list[int] = field(default_factory=list)
     """Inodes of which no copy may start: somebody waits in `quiesce` until none runs."""
     _replaying: bool = False
+    _archive_full: bool = False
+    """The last copy to the archive found no room: deletes may go first."""
+    _deleted: bool = False
+    """Something changed since the archive was last looked at for such deletes."""
     _swept: bool = False
     """What former daemons left in the archive's temporary area is gone."""
 
     def __post_init__(self) -> None:
         self.archive_name = self.policy.tiers[-1].name
         self.held = HeldDeletes(self)
-        self.archive = Archive(self.catalog, self.tree, self.archive_name, self.held.barrier)
+        self.archive = Archive(self.catalog, self.tree, self.archive_name, self.held.barrier, self.held.safe)
         self.outages = Outages()
         self.lanes = Lanes((tier.name for tier in self.policy.tiers), self.policy.limits.tier_timeout)
         for tier, lane in self.lanes.items():
@@ -131,6 +137,7 @@ class Migrator:
     def changed(self) -> None:
         """Something was closed, renamed or removed."""
         self.pace.changes += 1
+        self._deleted = True
         self._kick.set()
 
     def discard(self, tier: str, key: str) -> None:
@@ -153,6 +160,7 @@ class Migrator:
         return self._progress
 
     def _advanced(self) -> None:
+        self._deleted = True  # more deletes may be safe now
         self._progress.set()
         self._progress = trio.Event()
         self._kick.set()
@@ -223,7 +231,8 @@ class Migrator:
         self.mapped.renew()
         if not self.paused:
             wake = min(wake, self._start_drains(nursery))
-            if not self._replaying and not self.outages.wait(self.archive_name):
+            emptied = self._archive_full and self._deleted
+            if not self._replaying and (emptied or not self.outages.wait(self.archive_name)):
                 self._replaying = True
                 nursery.start_soon(self._replay)
         self.early.drop(nursery)
@@ -304,6 +313,8 @@ class Migrator:
         except TierError as error:
             if source is not None and self.stands(source):
                 self.outages.failed(transfer.tier, error, transfer.key)
+                if error.errno in FULL:
+                    self._make_room(transfer)
         except (CatalogError, OSError) as error:
             unrecorded = TierError(f"a copy on tier {transfer.tier} could not be recorded: {error}")
             self.outages.failed(transfer.tier, unrecorded, transfer.key)
@@ -312,6 +323,14 @@ class Migrator:
             self.outages.end(transfer.tier, transfer.key)
             del self.running[transfer.key]
             self._advanced()
+
+    def _make_room(self, transfer: Transfer) -> None:
+        """A tier had no room for a copy, whatever its watermarks say: others may use the disk, too."""
+        if transfer.tier == self.archive_name:
+            self._archive_full = self._deleted = True
+        else:
+            with contextlib.suppress(OSError):
+                self.evictor.make_room(transfer.tier, transfer.size)
 
     def _source(self, ino: int, version: int) -> Replica | None:
         """The fastest local replica of a closed version; None when it is gone or superseded."""
@@ -367,6 +386,7 @@ class Migrator:
             self.outages.recovered(transfer.tier, transfer.key)
             return
         if to_archive:
+            self._archive_full = False
             self.recaller.remember(source, copied.chunks)
             self.ready[transfer.ino, transfer.version] = Ready(copied.temp.name, source.size, copied.digest)
         else:
@@ -473,9 +493,12 @@ class Migrator:
                 self.catalog.commit()
                 await self._on_archive(self.archive.sweep)
                 self._swept = True
+            if self._archive_full:
+                await self._discard_ready([key for key in self.ready if not self._awaited(*key)])
             while not self.paused and (first or not self.outages.wait(self.archive_name)):
                 first = False
-                batch = self.archive.next_batch(BATCH, self.ready)
+                self._deleted = False
+                batch = self.archive.next_batch(BATCH, self.ready, full=self._archive_full)
                 if batch is None:
                     break
                 try:
@@ -488,7 +511,10 @@ class Migrator:
                 self.archive.commit(batch)
                 for replica in batch.stored.values():
                     self.ready.pop((replica.ino, replica.version), None)
-                self.outages.recovered(self.archive_name)
+                if batch.ahead:
+                    self.outages.hasten()  # there is room now
+                else:
+                    self.outages.recovered(self.archive_name)
                 self._advanced()
                 await self._discard_ready([key for key in self.ready if not self._awaited(*key)])
                 if not self.hurry and not batch.split:
@@ -510,7 +536,7 @@ class Migrator:
     def _awaited(self, ino: int, version: int) -> bool:
         """Whether content that was copied to the archive still has its turn before it."""
         attributes = self.catalog.attributes(ino)
-        return attributes is not None and attributes.version == version
+        return attributes is not None and attributes.nlink > 0 and attributes.version == version
 
     async def _discard_ready(self, keys: list[tuple[int, int]]) -> None:
         """Content that was copied to the archive and is not wanted there any more."""

@@ -149,6 +149,8 @@ class Batch:
     steps: list[Step] = field(default_factory=list)
     names: dict[tuple[int, bytes], PublishedName | None] = field(default_factory=dict)
     """Changed rows of `published`; None: removed."""
+    ahead: list[int] = field(default_factory=list)
+    """Numbers of operations of this batch that others before them wait for (migrator.ahead): then ``last`` is 0."""
     stored: dict[int, Replica] = field(default_factory=dict)
     """By inode: the content that the archive has then."""
     gone: set[int] = field(default_factory=set)
@@ -280,12 +282,12 @@ class Batch:
         stored = [
             [r.ino, r.version, r.tier, r.size, r.digest.hex() if r.digest else None] for r in self.stored.values()
         ]
-        return json.dumps([self.last, steps, names, stored, sorted(self.gone)], separators=(",", ":"))
+        return json.dumps([self.last, steps, names, stored, sorted(self.gone), self.ahead], separators=(",", ":"))
 
     @classmethod
     def decode(cls, text: str) -> Batch:
-        last, steps, names, stored, gone = json.loads(text)
-        batch = cls(last, again=True, gone=set(gone))
+        last, steps, names, stored, gone, *more = json.loads(text)
+        batch = cls(last, again=True, gone=set(gone), ahead=list(more[0]) if more else [])
         for action, path, other, source, mode, number, metadata in steps:
             batch.steps.append(
                 Step(
