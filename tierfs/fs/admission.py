@@ -240,6 +240,7 @@ class Admission:
         return self.allows(wanted.tiers[0], wanted.expected) and self.space.fits(wanted.tiers, wanted.expected)
 
     def _state(self, wanted: MustWait) -> tuple[int, ...]:
-        """Numbers that grow with progress."""
-        room = sum(self.space.available(tier) for tier in wanted.tiers)
+        """Numbers that grow with progress. Room only where that is what is waited for: others use the disks, too."""
+        short = not self.space.fits(wanted.tiers, wanted.expected)
+        room = sum(self.space.available(tier) for tier in wanted.tiers) if short else 0
         return self.relief.copied(), room, -self.unsynced() if self._limit is not None else 0
