@@ -187,7 +187,7 @@ def test_stress_ng(here: Path, group: str) -> None:
         pytest.skip("needs stress-ng")
     for _ in range(2):
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90
         )
         if done.returncode not in stressors.AGAIN:  # those say nothing of the filesystem
             break
