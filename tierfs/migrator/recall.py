@@ -208,9 +208,11 @@ class Recaller:
 
     def _enter(self, replica: Replica) -> Replica:
         """These bytes are complete, verified and, on a persistent tier, synced: say so in the catalog. FsError ENOENT,
-        and the bytes go again, when the file itself is not in the catalog any more, or is another version."""
+        and the bytes go again, when the file is another version, or deleted and nobody can open it any more (its row
+        may be there still: its delete is held)."""
         attributes = self._host.catalog.attributes(replica.ino)
-        if attributes is None or attributes.version != replica.version:
+        forgotten = self._deleted(replica.ino) and replica.ino not in self._host.files.orphans
+        if attributes is None or attributes.version != replica.version or forgotten:
             self._host.files.discard(replica.tier, replica.key)
             raise FsError(errno.ENOENT)
         if self._host.policy.tier(replica.tier).persistent:
@@ -241,8 +243,7 @@ class Recaller:
             except FsError:
                 if not self._deleted(ino):
                     raise
-                return False
-        return True
+        return not self._deleted(ino)
 
     # gradual
 
