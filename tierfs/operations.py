@@ -31,6 +31,8 @@ log = logging.getLogger("tierfs")
 
 UNDRAINED = "undrained.json"
 """In the state directory: what the last mount that ran out of time left in memory."""
+FOREVER = 100 * 365 * 86400
+"""Seconds: the longest timeout."""
 DAMAGED_SHOWN = 100
 """Damaged replicas that status names."""
 LATE_SHOWN = 10
@@ -193,7 +195,7 @@ class Operations:
         if args.get("tier") is not None:
             tiers = [self._tier_name(args["tier"])]
         rate = args.get("rate")
-        if rate is not None and (not isinstance(rate, int) or rate < 1):
+        if rate is not None and (not isinstance(rate, int) or isinstance(rate, bool) or rate < 1):
             raise UsageError(f"rate {rate!r} is no number of bytes per second")
         report = await self._migrator.scrubber.scrub(tiers, rate, lambda d, t: progress(d, t, "scrubbing"))
         return dataclasses.asdict(report) | {"tiers": tiers}
@@ -204,7 +206,11 @@ class Operations:
         return [self._migrator.flusher.path(Ino(ino)) for ino in late]
 
     def _find(self, path: str) -> Attributes:
-        names = tuple(part for part in os.fsencode(path).split(b"/") if part not in (b"", b"."))
+        try:
+            raw = os.fsencode(path)
+        except UnicodeEncodeError:
+            raise UsageError(f"{path!r} is no path") from None
+        names = tuple(part for part in raw.split(b"/") if part not in (b"", b"."))
         found = self._host.catalog.resolve(names)
         if found is None:
             raise UsageError(f"{self._host.mountpoint}/{path}: no such file")
@@ -240,7 +246,11 @@ class Operations:
     async def flush(self, args: Json, progress: Progress) -> Json:
         top = self._find(str(args.get("path") or "")).ino
         tier = self._tier_name(args.get("to"))
-        timeout = float(args["timeout"]) if args.get("timeout") is not None else float("inf")
+        timeout = args.get("timeout")
+        if timeout is None:
+            timeout = math.inf
+        elif not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 <= timeout <= FOREVER:
+            raise UsageError(f"timeout {timeout!r} is no number of seconds")
 
         def report(done: int, total: int) -> None:
             progress(done, total, "drains are paused" if self._migrator.paused else "draining")
@@ -270,7 +280,10 @@ class Operations:
         return {"files": len(wanted), "recalled": recalled, "bytes": total}
 
     def _files(self, args: Json) -> list[Attributes]:
-        return [a for path in args.get("paths", []) for a in self._host.catalog.subtree(self._find(str(path)).ino)]
+        paths = args.get("paths", [])
+        if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+            raise UsageError("paths must be a list of paths")
+        return [a for path in paths for a in self._host.catalog.subtree(self._find(path).ino)]
 
     async def evict(self, args: Json, progress: Progress) -> Json:
         local = list(self._names.files.stores)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests.fault.conftest import Switches
-from tests.mount.conftest import MODES, Mounter
-from tierfs.testing.mounting import TestMount
+from tests.mount.conftest import MODES, Mounter, make_base, passthrough_obstacle
+from tierfs.testing.mounting import TestMount, mounted
 
 HERE = Path(__file__).parent
 LIMIT = 150.0
-NOISE = ["tier (nvme|archive): .*trying again"]
+NOISE = ["tier (nvme|archive): .*trying again", "nothing came for 10 s", "open: .*nothing came"]
 QUICK = {"limits": {"read_timeout": "10s", "tier_timeout": "2s"}}
 
 
@@ -117,3 +119,54 @@ def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     while not holds():
         assert time.monotonic() < deadline, what
         time.sleep(0.1)
+
+
+def test_the_archive_is_a_filesystem_that_really_hangs(mounter: Mounter) -> None:
+    """A FUSE filesystem whose process is stopped: system calls on it do not return. It is tierfs itself."""
+    base = make_base("tierfs-test-")
+    mode = "userspace" if passthrough_obstacle() else "passthrough"
+    try:
+        with mounter("userspace") as inner, inner.abort_after(LIMIT):
+            server = inner.daemon_pid()
+            archive = inner.path / "archive"
+            with mounted(base, mode=mode, archive=archive, allow_log=NOISE, extra=QUICK) as mnt:
+                with mnt.abort_after(LIMIT):
+                    try:
+                        hang_and_go_on(mnt, server)
+                    finally:
+                        os.kill(server, signal.SIGCONT)
+                mnt.umount()
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def hang_and_go_on(mnt: TestMount, server: int) -> None:
+    cold = mnt.path / "cold"
+    cold.write_bytes(b"c" * (1 << 20))
+    mnt.flush()
+    mnt.evict(cold, tier="memory")
+    os.kill(server, signal.SIGSTOP)
+    for number in range(4):
+        (mnt.path / f"f{number}").write_bytes(bytes([number]) * (2 << 20))
+    state_of(mnt, "archive", "down")
+    started = time.monotonic()
+    with (mnt.path / "f0").open("r+b") as file:
+        file.write(b"again")
+    os.truncate(mnt.path / "f1", 1 << 20)
+    (mnt.path / "f2").rename(mnt.path / "g2")
+    (mnt.path / "f3").unlink()
+    assert (mnt.path / "g2").read_bytes() == b"\2" * (2 << 20)
+    assert os.statvfs(mnt.path).f_blocks > 0
+    assert time.monotonic() - started < 20, "something waited for the archive"
+    started = time.monotonic()
+    with pytest.raises(OSError, match=r"Input/output error|timed out"):
+        cold.read_bytes()
+    assert 5 < time.monotonic() - started < 30
+    assert len(list(Path(f"/proc/{mnt.daemon_pid()}/task").iterdir())) < 80
+    os.kill(server, signal.SIGCONT)
+    mnt.flush()
+    state_of(mnt, "archive", "ok")
+    assert cold.read_bytes() == b"c" * (1 << 20)
+    assert (mnt.archive / "f0").read_bytes() == b"again" + bytes((2 << 20) - 5)
+    assert (mnt.archive / "f1").read_bytes() == b"\1" * (1 << 20)
+    assert sorted(path.name for path in mnt.archive.iterdir() if path.name != ".tierfs") == ["cold", "f0", "f1", "g2"]

@@ -34,10 +34,10 @@ def statements(text: str) -> list[tuple[str, str]]:
 
 
 def test_functions() -> dict[str, Path]:
-    """Every test function of the suite, from its source."""
+    """Every test function of the suite, from its source; also the contracts of tests/unit/test_conformance.py."""
     return {
         node.name: path
-        for path in (ROOT / "tests").rglob("test_*.py")
+        for path in (*(ROOT / "tests").rglob("test_*.py"), ROOT / "tierfs" / "testing" / "conformance.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
     }

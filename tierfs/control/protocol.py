@@ -220,18 +220,27 @@ def list_mounts() -> list[MountRecord]:
     """This user's mounts, by mountpoint. Left out are those whose processes have ended and that are not mounted."""
     mounted = mount_table()
     found: list[MountRecord] = []
+    top = runtime_directory()
     try:
-        directories = sorted(runtime_directory().iterdir())
+        directories = sorted(top.iterdir()) if _ours(top) else []
     except (FileNotFoundError, NotADirectoryError):
         return []
     for directory in directories:
         try:
+            if not _ours(directory):
+                continue
             record = MountRecord.read(directory)
         except (OSError, UsageError):
             continue
         if record.mountpoint in mounted or any(pid_alive(pid) for pid in record.pids):
             found.append(record)
     return sorted(found, key=lambda record: record.mountpoint)
+
+
+def _ours(directory: Path) -> bool:
+    """Whether what is in a directory can be believed: nobody else put it there. OSError when there is none."""
+    status = directory.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.geteuid()) and not status.st_mode & stat.S_IWOTH
 
 
 def pid_alive(pid: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,14 +34,16 @@ class RemoteProbe:
         self._free: Usage | None = None
         """What it said when asked with nothing of ours on it."""
         self._error: OSError | None = None
-        self._answered_at = -math.inf
+        self._asked_at: float | None = None
+        """Since when it owes an answer. Not when the last one came: a machine that slept in between proves nothing."""
         self._limiter = trio.CapacityLimiter(1)
 
     def __call__(self, held: int) -> Usage:
         """Its usage as of the last answer. OSError: that answer was one; DoesNotAnswer: none came for a while."""
         if self._error is not None:
             raise OSError(self._error.errno, self._error.strerror)
-        if self._free is None or trio.current_time() - self._answered_at > PATIENCE_SECONDS:
+        owes = self._asked_at is not None and trio.current_time() - self._asked_at > PATIENCE_SECONDS
+        if self._free is None or owes:
             raise DoesNotAnswer(errno.ETIMEDOUT, "does not answer")
         return Usage(self._free.capacity, held, max(0, min(self._free.capacity - held, self._free.available)))
 
@@ -63,6 +64,7 @@ class RemoteProbe:
 
             nursery.start_soon(give_up_waiting)
             while True:
+                self._asked_at = trio.current_time()
                 try:
                     self._free = await trio.to_thread.run_sync(
                         self._probe, 0, abandon_on_cancel=True, limiter=self._limiter
@@ -70,7 +72,7 @@ class RemoteProbe:
                     self._error = None
                 except OSError as error:
                     self._error = error
-                self._answered_at = trio.current_time()
+                self._asked_at = None
                 started()
                 await trio.sleep(REFRESH_SECONDS)
 

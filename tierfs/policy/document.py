@@ -20,6 +20,8 @@ from tierfs.errors import ConfigError
 
 TOP = "(file)"
 
+_PASSWORD = re.compile(r"(//[^/@\s]*?:)[^/@\s]*@")
+
 _T = TypeVar("_T")
 
 
@@ -122,10 +124,14 @@ class At:
         """The value as ``parse`` (of tierfs.units) reads it; a bare number is passed on as it is written."""
         if not self.is_scalar("str", "int", "float"):
             raise self.error(f"must be a {what}, not {self.kind()}", f"write for example {example}")
+        value = str(self.node.value)
         try:
-            return parse(str(self.node.value))
+            return parse(value)
         except ValueError as error:
-            raise error_of(self, error) from None
+            problem = error
+        if (shown := without_password(value)) != value:
+            problem = ValueError(f"{quote(shown)} is no {what}; write for example {example}")
+        raise error_of(self, problem) from None
 
     def directory(self) -> Path:
         value = self.text("write an absolute path")
@@ -165,7 +171,7 @@ def compose(text: str, source: str) -> At:
 
 
 def error_at(source: str, line: int, key: str, problem: str, remedy: str) -> ConfigError:
-    return ConfigError(f"{source}:{line}: {key}: {problem}; {remedy}")
+    return ConfigError(without_password(f"{source}:{line}: {key}: {problem}; {remedy}"))
 
 
 def error_of(at: At, error: ValueError) -> ConfigError:
@@ -182,8 +188,14 @@ def listed(names: Collection[str]) -> str:
     return ", ".join(names)
 
 
+def without_password(text: str) -> str:
+    """The text with the password of each URL in it blotted out."""
+    return _PASSWORD.sub(r"\1***@", text)
+
+
 def quote(value: object) -> str:
-    text = str(value)
+    """A value from the file as messages show it: short, and without the password of a URL."""
+    text = without_password(str(value))
     return repr(text if len(text) <= 40 else text[:37] + "...")
 
 

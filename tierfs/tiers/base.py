@@ -27,7 +27,9 @@ OWNER = b"tierfs-owner"
 FORMAT = 1
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
-_KEY = re.compile(r"[0-9a-f]+-[0-9a-f]+")
+_HEX = "(?:[0-7][0-9a-f]{15}|[0-9a-f]{1,15})"
+_KEY = re.compile(f"{_HEX}-{_HEX}")
+"""Two numbers that the catalog can hold. Whatever else stands in a tier's directories is none of tierfs's."""
 
 
 class Target(Protocol):
@@ -235,6 +237,8 @@ class ReplicaStore:
             if create:
                 empty_directory(tmp)
             data = opened(open_directory(b"data", root, create=create))
+            for own in (tmp, data):
+                self._check_owner(os.fstat(own))
             found = check_marker(self.name, root, tmp, self.root, create=create)
             if not create and found != self.uuid:
                 raise TierError(f"tier {self.name}: another tier lies at {self.root} now")

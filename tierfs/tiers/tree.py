@@ -466,6 +466,8 @@ def _read_number(dir_fd: int, name: bytes) -> int | None:
         return None
     try:
         return int(os.read(fd, 32))
+    except ValueError:
+        raise OSError(errno.EUCLEAN, f"{name!r} is damaged", os.fsdecode(name)) from None
     finally:
         os.close(fd)
 
