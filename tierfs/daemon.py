@@ -20,18 +20,20 @@ import trio
 from tierfs.catalog import Catalog
 from tierfs.control.protocol import MountRecord, mount_directory
 from tierfs.control.server import serve_control
-from tierfs.errors import MountError, NotDurableInTime, TierError, TierfsError
+from tierfs.errors import CatalogDamaged, MountError, NotDurableInTime, TierError, TierfsError
 from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.namespace import Namespace
 from tierfs.fs.open_files import OpenFiles
 from tierfs.fs.settle import settle
 from tierfs.fs.space import RemoteProbe, Space
+from tierfs.fsck import restore_clean
 from tierfs.fuse import adapter
 from tierfs.fuse.backing import BackingIds
 from tierfs.fuse.device import Device
 from tierfs.fuse.handover import KeeperSession, KeeperState
 from tierfs.fuse.keeper import mount_number, run_keeper, unmount_fuse
 from tierfs.fuse.requests import Requests
+from tierfs.migrator.keeping import keep_closed
 from tierfs.migrator.migrator import Migrator
 from tierfs.migrator.recovery import reclaim_orphans
 from tierfs.migrator.rollback import recover_lost_memory
@@ -41,10 +43,13 @@ from tierfs.policy.model import Policy
 from tierfs.report import Report, keep_report
 from tierfs.state import CATALOG, state_lock
 from tierfs.tiers.assembly import Tiers
+from tierfs.tiers.copies import CatalogCopies
 
 log = logging.getLogger("tierfs")
 
 KERNEL_NEEDED = (6, 9)
+KEEP_SECONDS = 120.0
+"""At the end of a mount an archive that hangs delays it by so much at most."""
 
 
 def choose_mode(policy: Policy) -> tuple[str, str]:
@@ -89,9 +94,10 @@ class Daemon:
         """Serve until the mount ends, then drain what is left. Returns the process's exit code."""
         first = self.session is None or self.session.restarts == 0
         try:
-            self.catalog = Catalog(self.policy.state / CATALOG)
+            self.catalog = self._open_catalog(first)
             if first:
                 self.tiers.check_catalog(self.catalog.uuid, self._known_tiers(), claim=True)
+                CatalogCopies(self.tiers.tree).forget_clean()
         except TierfsError:
             if first:
                 self.tiers.take_back()
@@ -166,6 +172,8 @@ class Daemon:
             for mount in self.tiers.mounts:
                 self.catalog.drop_tier(mount.name)
         self.catalog.close()
+        with trio.move_on_after(KEEP_SECONDS):
+            await trio.to_thread.run_sync(self._keep_catalog, migrator.copies, abandon_on_cancel=True)
         if complete:
             for mount in self.tiers.mounts:
                 try:
@@ -173,6 +181,23 @@ class Daemon:
                 except TierError as error:
                     log.info("%s; the next mount reuses it", error)
         return 0
+
+    def _open_catalog(self, first: bool) -> Catalog:
+        """A damaged catalog is replaced by its copy where that is the same catalog: made when it was closed, nothing
+        done since. Anything else is for an operator to decide. Raises CatalogError."""
+        path = self.policy.state / CATALOG
+        try:
+            return Catalog(path, verify=first)
+        except CatalogDamaged as error:
+            aside = restore_clean(self.policy, self.tiers) if first else None
+            if aside is None:
+                hint = f"make another from the tiers: tierfs fsck --rebuild {self.config}"
+                raise CatalogDamaged(f"{error}\n{hint}") from error
+            log.warning("%s: restored from the archive as it was closed; what was damaged is in %s", error, aside)
+        return Catalog(path, verify=True)
+
+    def _keep_catalog(self, copies: CatalogCopies) -> None:
+        keep_closed(self.catalog.path, self.catalog.uuid, self.catalog.seq, copies)
 
     def _known_tiers(self) -> set[str]:
         """Persistent tiers on which the catalog has something."""

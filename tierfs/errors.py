@@ -48,6 +48,10 @@ class CatalogError(TierfsError):
     """The catalog is damaged or from another format version."""
 
 
+class CatalogDamaged(CatalogError):
+    """The catalog, or what belongs to it, is lost or not what was written: `tierfs fsck --rebuild` makes another."""
+
+
 class TierError(TierfsError):
     """A tier's storage failed. ``temporary`` says whether the migrator tries again."""
 

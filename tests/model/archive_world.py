@@ -36,6 +36,7 @@ from tierfs.migrator.transfer import Transfer, copy_to_store
 from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Limits, Policy, Rule, TierConfig
 from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.copies import CatalogCopies
 from tierfs.tiers.copy import digest_file
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import ROOT_INO, Attributes, Replica
@@ -127,7 +128,7 @@ class World:
         self.catalog = Catalog(self.base / "state" / "catalog")
         self._real_sync = self.catalog.sync
         self.catalog.sync = self.sync  # type: ignore[method-assign]
-        self.archive = Archive(self.catalog, self.store, "archive")
+        self.archive = Archive(self.catalog, self.store, "archive", copies=CatalogCopies(self.store))
         self.swept = False
         self.store._session = None
         self.ready = {}
@@ -447,5 +448,5 @@ class World:
         left = [n for n in os.listdir(self.base / "archive" / ".tierfs" / "tmp") if not n.startswith("exchange")]
         assert left == []
         if not self.lost:
-            problems = check_tiers(self.catalog, {}, self.base / "archive", lambda done, total, what: None)
+            problems = check_tiers(self.catalog, {}, self.store, lambda done, total, what: None)
             assert problems == []

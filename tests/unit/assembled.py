@@ -53,6 +53,7 @@ def assemble(
     rules: str = "",
     memory: str = "64MiB",
     limits: str = "{}",
+    catalog_at: Path | None = None,
 ) -> Parts:
     """``wrap`` is called with each tier but memory once it is prepared, for something to be used in its place.
     ``disks``: tiers between memory and archive. ``rules``: the policy's, as YAML."""
@@ -68,7 +69,7 @@ rules: {rules or "[]"}
 """,
         "test",
     )
-    catalog = Catalog(top / "catalog")
+    catalog = Catalog(catalog_at or top / "catalog")
     stores = {
         name: ReplicaStore(name, top / name, persistent=name != "memory", size=policy.tier(name).size)
         for name in ("memory", *disks)

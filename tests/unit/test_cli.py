@@ -446,7 +446,7 @@ def test_every_mistake_is_one_message_and_nothing_is_mounted(
 def test_fsck(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     problems = [{"severity": "error", "what": "digest", "path": "a"}]
     fake = types.ModuleType("tierfs.fsck")
-    fake.check_all = lambda policy, progress: problems  # type: ignore[attr-defined]
+    fake.check_all = lambda policy, progress, data: problems  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tierfs.fsck", fake)
     assert run("fsck", config, "--json") == 1
     assert json.loads(capsys.readouterr().out) == problems

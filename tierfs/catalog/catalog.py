@@ -16,6 +16,8 @@ from tierfs.catalog.held import HeldQueries
 from tierfs.errors import FsError
 from tierfs.types import ROOT_INO, Attributes, Ino, OpKind, Replica, ReplicaState
 
+DEEPEST = 1 << 14
+"""Directories above a file; in a damaged catalog they may form a ring."""
 PATHS = 1024
 """Paths of directories kept in memory."""
 
@@ -60,9 +62,9 @@ def _replica(row: tuple[int, int, str, int, str, int, bytes | None]) -> Replica:
 class Catalog(Deadlines, HeldQueries, Damaged):
     """The queries, by what they are about. Reads see every transaction that has ended."""
 
-    def __init__(self, path: Path) -> None:
-        """CatalogError when the catalog is damaged, foreign or cannot be written."""
-        super().__init__(path)
+    def __init__(self, path: Path, *, verify: bool = False) -> None:
+        """CatalogError when the catalog is damaged, foreign or cannot be written; see `Database`."""
+        super().__init__(path, verify=verify)
         self._paths: dict[int, tuple[bytes, ...]] = {}
 
     def check(self) -> list[str]:
@@ -91,6 +93,12 @@ class Catalog(Deadlines, HeldQueries, Damaged):
                 " (SELECT COUNT(*) FROM dentries d JOIN inodes c ON c.ino=d.ino"
                 " WHERE d.parent=i.ino AND (c.mode & 61440) = 16384)",
             ),
+            (
+                "an inode that no path leads to",
+                "WITH RECURSIVE below(ino) AS (VALUES(1) UNION SELECT d.ino FROM dentries d JOIN below b"
+                " ON d.parent=b.ino) SELECT i.ino FROM inodes i WHERE i.nlink>0 AND i.ino NOT IN below",
+            ),
+            ("a replica without an inode", "SELECT ino FROM replicas WHERE ino NOT IN (SELECT ino FROM inodes)"),
             (
                 "no replica of the current version",
                 "SELECT i.ino FROM inodes i WHERE (i.mode & 61440) = 32768 AND i.nlink > 0 AND NOT EXISTS"
@@ -144,7 +152,13 @@ class Catalog(Deadlines, HeldQueries, Damaged):
                 return None
             ino, name = row
             names.append(name)
+            if len(names) > DEEPEST:
+                return None
         return tuple(reversed(names))
+
+    def names(self, ino: int, limit: int) -> list[tuple[int, bytes]]:
+        """(parent, name) of up to ``limit`` names of ``ino``."""
+        return self._run("SELECT parent, name FROM dentries WHERE ino=? LIMIT ?", (ino, limit)).fetchall()
 
     def directory_path(self, ino: int) -> tuple[bytes, ...] | None:
         """As `path_of`, of a directory and remembered until `forget_paths`."""
@@ -474,10 +488,18 @@ class Catalog(Deadlines, HeldQueries, Damaged):
         return row[0] or 0
 
     def drop_operations(self, through: int, single: Sequence[int] = ()) -> None:
-        """Those up to ``through``, and each of ``single``."""
+        """The archive has followed up to ``through`` (0: no further than before), and each of ``single``."""
         for seq in single:
             self._write("DELETE FROM oplog WHERE seq=?", (seq,))
+        if not through:
+            return
         self._write("DELETE FROM oplog WHERE seq<=?", (through,))
+        self._write("INSERT OR REPLACE INTO meta VALUES ('archived', ?)", (through,))
+
+    @property
+    def archived(self) -> int:
+        """The last operation that the archive has followed; 0: none."""
+        return self._meta("archived") or 0
 
     def last_operation(self) -> int:
         """Sequence number of the newest operation, 0 when the oplog is empty."""
@@ -531,4 +553,6 @@ class Catalog(Deadlines, HeldQueries, Damaged):
                 return None
             parent, above = row
             names.append(above)
+            if len(names) > DEEPEST:
+                return None
         return tuple(reversed(names))

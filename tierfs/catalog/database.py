@@ -15,11 +15,11 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tierfs.catalog.journal import SIZE, Journal, Record, Statement, paths
 from tierfs.catalog.schema import ADDED, FORMAT, SCHEMA
-from tierfs.errors import CatalogError
+from tierfs.errors import CatalogDamaged, CatalogError
 
 GROUP = 128
 """Operations per SQLite commit. One commit then takes a few ms, which a request may have to wait for."""
@@ -28,6 +28,8 @@ COMMIT_BYTES = SIZE * 3 // 4
 """Bytes of the journal at which SQLite commits before `GROUP` is reached."""
 
 CHECKPOINT_BYTES = 64 << 20
+_DAMAGE = (11, 26)
+"""SQLITE_CORRUPT, SQLITE_NOTADB"""
 INO_BLOCK, SEQ_BLOCK = 4096, 1 << 16
 """Ids reserved at a time: a crash skips the rest of a block, so that none is ever given twice."""
 
@@ -42,6 +44,15 @@ def boot_id() -> str:
 def journals(catalog: Path) -> tuple[Path, Path]:
     """The files of the journal beside a catalog."""
     return paths(catalog.with_name(catalog.name + "-log"))
+
+
+class Frozen(NamedTuple):
+    """The files of a catalog as of a commit."""
+
+    path: Path
+    wal_bytes: int
+    seq: int
+    """Its next sequence number then."""
 
 
 class Transaction:
@@ -75,49 +86,66 @@ class Transaction:
 class Database:
     """One open catalog. Not thread-safe: used from the event loop only, except `sync`."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the catalog at ``path``; CatalogError when it is damaged, foreign or cannot be written."""
+    def __init__(self, path: Path, *, verify: bool = False) -> None:
+        """Open or create the catalog at ``path``; CatalogError when it is foreign or cannot be written, CatalogDamaged
+        when it is not what was written. ``verify`` looks at every page of one that was not closed."""
         self.path = path
         self._statements: list[Statement] = []
         self._inside = False
         self._uncommitted = 0
         self._commit_at = GROUP
-        try:
-            self._refuse_lost()
-            self._db = sqlite3.connect(path, isolation_level=None, cached_statements=512, check_same_thread=False)
-            self._run = self._db.execute
-            for pragma in (
-                "locking_mode=EXCLUSIVE",
-                "journal_mode=WAL",
-                "synchronous=OFF",
-                "wal_autocheckpoint=0",
-                "cache_size=-65536",
-                "temp_store=MEMORY",
-            ):
-                self._run(f"PRAGMA {pragma}")
-            if not self._run("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
-                self._create()
-                self._fold()  # from here on an empty file is no new catalog but one that was lost
-            found = self._meta("format")
-            if found != FORMAT:
-                raise CatalogError(f"catalog {path} has format {found}, this tierfs reads format {FORMAT}")
-            self._db.executescript(ADDED)
-            self._journal = Journal(path.with_name(path.name + "-log"))
-            self._recover()
-            self._mark_unclean()
-        except BaseException as error:
-            if "_db" in self.__dict__:
-                self._db.close()  # and with it the lock, so that the next try meets what this one did
-            if isinstance(error, sqlite3.Error | OSError):
-                raise CatalogError(f"catalog {path}: {error}") from error
-            raise
+        self._frozen = False
+        with contextlib.ExitStack() as undo:
+            try:
+                self._refuse_lost()
+                self._open_files(undo, verify)
+            except (sqlite3.Error, OSError) as error:
+                raise self._failure(error) from error
+            undo.pop_all()
+
+    def _open_files(self, undo: contextlib.ExitStack, verify: bool) -> None:
+        path = self.path
+        self._db = sqlite3.connect(path, isolation_level=None, cached_statements=512, check_same_thread=False)
+        undo.callback(self._db.close)
+        self._run = self._db.execute
+        for pragma in (
+            "locking_mode=EXCLUSIVE",
+            "journal_mode=WAL",
+            "synchronous=OFF",
+            "wal_autocheckpoint=0",
+            "cache_size=-65536",
+            "temp_store=MEMORY",
+        ):
+            self._run(f"PRAGMA {pragma}")
+        if not self._run("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
+            self._create()
+            self._fold()  # from here on an empty file is no new catalog but one that was lost
+        found = self._meta("format")
+        if found != FORMAT:
+            raise CatalogError(f"catalog {path} has format {found}, this tierfs reads format {FORMAT}")
+        self._db.executescript(ADDED)
+        self._journal = Journal(path.with_name(path.name + "-log"))
+        undo.callback(self._journal.close)
+        if verify and not self._meta("clean"):
+            self._check_pages()
+        self._recover()
+        self._mark_unclean()
+
+    def _failure(self, error: sqlite3.Error | OSError) -> CatalogError:
+        damaged = isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE
+        return (CatalogDamaged if damaged else CatalogError)(f"catalog {self.path}: {error}")
+
+    def _check_pages(self) -> None:
+        found = self._run("PRAGMA quick_check(1)").fetchone()
+        if found is None or found[0] != "ok":
+            raise CatalogDamaged(f"catalog {self.path} is damaged: {found[0] if found else 'no answer'}")
 
     def _refuse_lost(self) -> None:
         """A journal is made after the first catalog is on stable storage: without one it belongs to a catalog that is
         gone, and an empty one in its place would have all files removed as orphans."""
         left = [journal for journal in journals(self.path) if journal.exists()]
         if left and not (self.path.exists() and self.path.stat().st_size):
-            raise CatalogError(
+            raise CatalogDamaged(
                 f"catalog {self.path} is missing or empty, but its journal {left[0]} is there: put the catalog "
                 "back, or remove the journal to begin anew"
             )
@@ -137,7 +165,7 @@ class Database:
     def _number(self, key: str) -> int:
         value = self._meta(key)
         if not isinstance(value, int):
-            raise CatalogError(f"catalog {self.path} is damaged: {key} is {value!r}")
+            raise CatalogDamaged(f"catalog {self.path} is damaged: {key} is {value!r}")
         return value
 
     def _refuse_older(self, generation: int) -> None:
@@ -147,15 +175,20 @@ class Database:
             return
         begun = self._journal.begun()
         if (newest := max(begun)) > generation:
-            raise CatalogError(
+            raise CatalogDamaged(
                 f"catalog {self.path} ends at commit {generation}, but its journal follows commit {newest}: "
                 f"{self.path.name}-wal is damaged or was removed; put the catalog's files back as they were"
             )
         # The generation before the last in its place: the process died between a commit and the beginning of the next.
         if not self._meta("clean") and generation > 1 and begun[generation & 1] not in (generation, generation - 2):
-            raise CatalogError(
+            raise CatalogDamaged(
                 f"catalog {self.path} was not closed, and {journals(self.path)[generation & 1]}, which has what came "
                 "last, is damaged or was removed; put it back as it was"
+            )
+        if (offset := self._journal.damage(generation)) is not None:
+            raise CatalogDamaged(
+                f"{journals(self.path)[generation & 1]}, the journal of catalog {self.path}, is damaged at byte "
+                f"{offset} and goes on behind it"
             )
 
     def _recover(self) -> None:
@@ -169,7 +202,7 @@ class Database:
         self._journal.resume(generation)
         self._replay()
         if not self._run("SELECT 1 FROM inodes WHERE ino=1").fetchone():
-            raise CatalogError(f"catalog {self.path} is damaged: it has no root directory")
+            raise CatalogDamaged(f"catalog {self.path} is damaged: it has no root directory")
         self._next_ino = self._last_ino = self._number("next_ino")
         self._next_seq = self._last_seq = self._number("next_seq")
 
@@ -302,9 +335,23 @@ class Database:
 
     def checkpoint(self) -> None:
         """Fold a WAL that grew large into the database; call it right after `sync`, from the event loop."""
-        if os.stat(f"{self.path}-wal").st_size > CHECKPOINT_BYTES:
+        if not self._frozen and os.stat(f"{self.path}-wal").st_size > CHECKPOINT_BYTES:
             self.commit()
             self._fold()
+
+    def freeze(self) -> Frozen:
+        """Leave what is committed now where it is, so that a thread can copy it (`snapshot`), until `thaw`.
+        Raises CatalogError."""
+        self.commit()
+        try:
+            wal = os.stat(f"{self.path}-wal").st_size
+        except FileNotFoundError:
+            wal = 0
+        self._frozen = True
+        return Frozen(self.path, wal, self._next_seq)
+
+    def thaw(self) -> None:
+        self._frozen = False
 
     def _fold(self) -> None:
         self._run("PRAGMA synchronous=FULL")
@@ -342,6 +389,11 @@ class Database:
             self._write("UPDATE meta SET value=? WHERE key='next_seq'", (self._last_seq,))
         self._next_seq += 1
         return seq
+
+    @property
+    def seq(self) -> int:
+        """The number that `new_seq` gives next: all that was done so far has a lower one."""
+        return self._next_seq
 
     # requests: exactly once for what the kernel sends again after a restart
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import marshal
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -32,6 +33,9 @@ SIZE = 4 << 20
 _HEADER = struct.Struct("<8sQ")
 _RECORD = struct.Struct("<II")
 _MARSHAL = 4
+
+_START = re.compile(rb"[)\xa9]\x04")
+"""How `marshal` begins a tuple of four: every payload begins so."""
 
 Statement = tuple[str, tuple[Any, ...]]
 
@@ -79,6 +83,20 @@ class Journal:
         headers = [os.pread(fd, _HEADER.size, 0) for fd in self._fds]
         return [_HEADER.unpack(header)[1] if header.startswith(MAGIC) else -1 for header in headers]
 
+    def damage(self, generation: int) -> int | None:
+        """Offset of the record of ``generation`` that is damaged although valid ones follow it; None: there is none.
+
+        A process that dies leaves no such hole; only a power cut may, and the records behind it are void then."""
+        data = self._read(generation)
+        offset = max((end for _, end in self._scan(generation)), default=_HEADER.size)
+        for found in _START.finditer(data, offset + _RECORD.size):
+            at = found.start() - _RECORD.size
+            length, checksum = _RECORD.unpack_from(data, at)
+            payload = data[found.start() : found.start() + length]
+            if 0 < length == len(payload) and zlib.crc32(payload, generation) == checksum:
+                return offset
+        return None
+
     def resume(self, generation: int) -> None:
         """Append after the valid records of ``generation``, beginning it if its file holds another."""
         found = list(self._scan(generation))
@@ -125,11 +143,14 @@ class Journal:
         for record, _ in self._scan(generation):
             yield record
 
+    def _read(self, generation: int) -> bytes:
+        """The file of ``generation``; empty when it holds another one."""
+        data = os.pread(self._fds[generation & 1], SIZE, 0)
+        return data if len(data) >= _HEADER.size and _HEADER.unpack_from(data) == (MAGIC, generation) else b""
+
     def _scan(self, generation: int) -> Iterator[tuple[Record, int]]:
         """Each valid record with the offset after it."""
-        data = os.pread(self._fds[generation & 1], SIZE, 0)
-        if len(data) < _HEADER.size or _HEADER.unpack_from(data) != (MAGIC, generation):
-            return
+        data = self._read(generation)
         offset = _HEADER.size
         texts: list[str] = []
         while offset + _RECORD.size <= len(data):

@@ -11,6 +11,7 @@ CREATE TABLE meta (
                                         -- 'next_ino', 'next_seq' (first ids never given to anything),
                                         -- 'clean' (1: closed by whoever had it open, 0: in use or crashed)
                                         -- 'boot' (the kernel's boot id when it was last opened)
+                                        -- 'archived' (last seq of the oplog that the archive has followed)
                                         -- 'drains' (rules and tiers that every file's queued copies follow)
     value NOT NULL
 ) WITHOUT ROWID;

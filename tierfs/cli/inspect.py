@@ -12,9 +12,10 @@ from click.shell_completion import CompletionItem
 from tierfs.cli import render
 from tierfs.control.client import call, find_mount
 from tierfs.control.protocol import MountRecord, list_mounts
-from tierfs.errors import TierfsError, UsageError
+from tierfs.errors import CatalogDamaged, TierfsError, UsageError
 
 if TYPE_CHECKING:
+    from tierfs.fsck import Report
     from tierfs.policy.model import Policy
 
 ANSWER_SECONDS = 10.0
@@ -178,34 +179,76 @@ def explain(config: Path, path: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
+@click.option("--repair", is_flag=True, help="Mend what does not agree; bytes that nothing names go, others never.")
+@click.option("--rebuild", is_flag=True, help="Make another catalog, from its copy and what the tiers have.")
+@click.option("--data", is_flag=True, help="Read every replica and compare it with its digest.")
 @json_option
-def fsck(config: Path, as_json: bool) -> int:
-    """Compare the catalog of an unmounted filesystem with what its tiers hold; changes nothing.
+def fsck(config: Path, repair: bool, rebuild: bool, data: bool, as_json: bool) -> int:
+    """Compare the catalog of an unmounted filesystem with what its tiers hold.
 
-    Exits 1 when something is wrong.
+    Changes nothing without --repair or --rebuild. Exits 1 when something is wrong, or was not mended.
+
+    --rebuild is for a catalog that is damaged or lost, also on a new machine with the archive alone. The damaged one
+    stays in the state directory as catalog.damaged-N, what was done in rebuild.json.
 
     \b
-    Example:
+    Examples:
       tierfs fsck /etc/tierfs/ckpt.yaml
+      tierfs fsck --repair /etc/tierfs/ckpt.yaml
+      tierfs fsck --rebuild /etc/tierfs/ckpt.yaml --json
     """
-    from tierfs.fsck import check_all
     from tierfs.policy.load import load_policy
 
+    if repair and rebuild:
+        raise UsageError("--rebuild repairs, too: give one of --repair and --rebuild")
+    if rebuild and data:
+        raise UsageError("--data goes with --repair, or alone")
     policy = load_policy(config)
     for record in list_mounts():
         if os.path.realpath(record.state) == os.path.realpath(policy.state):
             raise UsageError(f"{config} is mounted on {record.mountpoint}; umount it first")
-    with render.progress("checking") as progress:
-        problems = list(check_all(policy, progress))
+    try:
+        if repair or rebuild:
+            with render.progress("rebuilding" if rebuild else "repairing") as progress:
+                if rebuild:
+                    from tierfs.fsck import rebuild_all
+
+                    report = rebuild_all(policy, progress)
+                else:
+                    from tierfs.fsck import repair_all
+
+                    report = repair_all(policy, progress, data=data)
+            render.print_json(report.as_json()) if as_json else _show_report(report)
+            return 1 if report.problems else 0
+        from tierfs.fsck import check_all
+
+        with render.progress("checking") as progress:
+            problems = check_all(policy, progress, data=data)
+    except CatalogDamaged as error:
+        raise CatalogDamaged(f"{error}\nMake another from the tiers: tierfs fsck --rebuild {config}") from error
     if as_json:
         render.print_json(problems)
     elif problems:
-        render.table(
-            ("SEVERITY", "WHAT", "PATH"), [[p.get("severity"), p.get("what"), p.get("path")] for p in problems]
-        )
+        _show_problems(problems)
     else:
         render.say("no problems found")
     return 1 if problems else 0
+
+
+def _show_problems(problems: list[dict[str, str]]) -> None:
+    render.table(("SEVERITY", "WHAT", "PATH"), [[p.get("severity"), p.get("what"), p.get("path")] for p in problems])
+
+
+def _show_report(report: Report) -> None:
+    for name, value in report.facts.items():
+        if value is not None:
+            render.say(f"{name.replace('_', ' ')}: {value}")
+    if report.deeds:
+        render.table(("", "WHAT", "PATH"), [[deed.kind, deed.what, deed.path] for deed in report.deeds])
+    if report.problems:
+        _show_problems(report.problems)
+    else:
+        render.say("no problems left" if report.deeds or report.facts else "no problems found")
 
 
 COMMANDS: tuple[click.Command, ...] = (status, info, check, explain, fsck)

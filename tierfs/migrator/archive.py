@@ -18,16 +18,23 @@ written on the mount meanwhile comes in a later batch. A catalog that lost its u
 
 from __future__ import annotations
 
+import errno
+import logging
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierfs.catalog import Catalog, Operation, PublishedName
+from tierfs.errors import TierError
+from tierfs.migrator import progress
 from tierfs.migrator.ahead import LOOK, deletes_ahead
 from tierfs.migrator.steps import Action, Batch, Effect, Metadata, Path, Step
 from tierfs.plan.retention import NEVER, frontier
+from tierfs.tiers.copies import CatalogCopies
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import ROOT_INO, Attributes, OpKind, Replica, ReplicaState
+
+log = logging.getLogger("tierfs.archive")
 
 HEAVY = 512 << 10
 """Bytes of a stored batch that end it: it must fit the catalog's journal, which long paths and xattrs could fill."""
@@ -52,8 +59,12 @@ class Archive:
     """What happened after this number has to wait for files that the archive does not get."""
     safe: Callable[[], int] = lambda: 0
     """What was deleted before this number never has to come back."""
+    copies: CatalogCopies | None = None
+    """Where batches are logged for a rebuild of the catalog."""
     pending: Batch | None = None
     """The batch that is stored in the catalog and not committed."""
+    _unlogged: bytes | None = None
+    """What is to be logged before `pending` begins."""
     _settled: list[str] = field(default_factory=list)
     """Exchanges whose journals may go once the catalog is synced."""
     _doubtful: int = 0
@@ -63,6 +74,7 @@ class Archive:
         begun = self.catalog.intent()
         if begun is not None:
             self.pending = Batch.decode(begun)
+            self._unlogged = self._progress(self.pending, begun, set(self.pending.stored))  # perhaps once more
 
     def ready_prefix(
         self, operations: Sequence[Operation], ready: Mapping[tuple[int, int], Ready]
@@ -124,16 +136,25 @@ class Archive:
                 batch = self._plan(deletes, ready, ahead=True)
             if batch.weight > HEAVY // 2:
                 self.catalog.commit()
+            text = batch.encode()
             if batch.steps:
                 with self.catalog.transaction():
-                    self.catalog.put_intent(batch.encode())
+                    self.catalog.put_intent(text)
             self.pending = batch
+            self._unlogged = self._progress(batch, text, {op.ino for op in operations if op.seq <= batch.last})
         if self.pending.steps:
             self.catalog.commit()
         return self.pending
 
     def _deletes(self) -> Sequence[Operation]:
         return deletes_ahead(self.catalog, self.catalog.operations(LOOK), self.safe(), self.wanted)
+
+    def _progress(self, batch: Batch, text: str, inos: set[int]) -> bytes | None:
+        """Deletes ahead of their turn are not logged: they make room where there is none for a log."""
+        if batch.ahead:
+            return None
+        inos |= {row.ino for row in batch.names.values() if row is not None}
+        return progress.encode(self.catalog.archived, text, progress.states(self.catalog, sorted(inos)))
 
     def _plan(
         self, operations: Sequence[Operation], ready: Mapping[tuple[int, int], Ready], *, ahead: bool = False
@@ -154,13 +175,28 @@ class Archive:
         catalog cannot be synced; TierError
         when the archive fails: call it again; ContentMissing: `abandon` the batch."""
         if not batch.steps:
+            self._log()
             return
         self.catalog.sync()
         self.store.attach()
+        self._log()
         while self._settled:
             self.store.forget_exchange(self._settled[-1])
             self._settled.pop()
         batch.execute(self.store, alive)
+
+    def _log(self) -> None:
+        """Log the batch, once. On a full archive without that: deletes must get through, and a rebuild of the catalog
+        then compares the archive with what it knows."""
+        if self.copies is None or self._unlogged is None:
+            return
+        try:
+            self.copies.append(self._unlogged)
+        except TierError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            log.info("%s; a batch is not logged", error)
+        self._unlogged = None
 
     def commit(self, batch: Batch) -> None:
         """The batch's steps are durable: record it."""

@@ -33,6 +33,7 @@ from tierfs.durable import TemporaryFile
 from tierfs.errors import FsError, SourceChanged, TierError
 from tierfs.migrator.transfer import STREAMS
 from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.beside import Describe
 from tierfs.tiers.copy import CHUNK, Destination, chunk_digest, read_chunk, tree_digest
 from tierfs.types import Replica
 
@@ -82,6 +83,8 @@ class Recall:
     store: ReplicaStore
     temp: TemporaryFile
     chunks: list[bytes] | None
+    describe: Describe | None
+    """What to keep beside the replica."""
     """Digests to check each chunk with; None: only the whole can be checked."""
     host: Host
     limiter: trio.CapacityLimiter
@@ -355,7 +358,7 @@ class Recall:
             return
         try:
             with trio.CancelScope(shield=True):
-                published = await self._in_thread(self._publish)
+                published = await self._in_thread(partial(self._publish, digest))
         except (OSError, TierError) as error:
             self._complain(f"it cannot stay on tier {self.replica.tier}: {error}")
             return
@@ -368,12 +371,12 @@ class Recall:
         elif published and not self._complete:
             self.host.superfluous(self.replica)
 
-    def _publish(self) -> bool:
+    def _publish(self, digest: bytes) -> bool:
         """Give the file its name; False when it is not wanted any more."""
         with self._writing:
             if self._stopped:
                 return False
             self._destination.close()
             os.utime(self.temp.fd, ns=(self.mtime_ns, self.mtime_ns))
-            self.store.publish(self.temp, self.replica.key)
+            self.store.publish(self.temp, self.replica.key, self.describe, digest)
             return True

@@ -24,10 +24,12 @@ from tierfs.fs.mover import FULL
 from tierfs.fs.open_files import OpenFiles
 from tierfs.fs.space import DoesNotAnswer
 from tierfs.migrator.archive import Archive, Ready
+from tierfs.migrator.describe import beside
 from tierfs.migrator.early import EarlyCopies
 from tierfs.migrator.evict import Evictor
 from tierfs.migrator.flush import Flusher
 from tierfs.migrator.held import HeldDeletes
+from tierfs.migrator.keeping import CatalogCopier
 from tierfs.migrator.mapped import MappedFiles
 from tierfs.migrator.outage import Outages
 from tierfs.migrator.pace import Pace
@@ -48,6 +50,8 @@ from tierfs.migrator.transfer import (
 from tierfs.plan.drain import SMALL, Pending, plan_drain
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.beside import describer
+from tierfs.tiers.copies import CatalogCopies
 from tierfs.tiers.memory import MemoryMount
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import Replica, ReplicaState
@@ -102,11 +106,15 @@ class Migrator:
     def __post_init__(self) -> None:
         self.archive_name = self.policy.tiers[-1].name
         self.held = HeldDeletes(self)
-        self.archive = Archive(self.catalog, self.tree, self.archive_name, self.held.barrier, self.held.safe)
+        self.copies = CatalogCopies(self.tree)
+        self.archive = Archive(
+            self.catalog, self.tree, self.archive_name, self.held.barrier, self.held.safe, self.copies
+        )
         self.outages = Outages()
         self.lanes = Lanes((tier.name for tier in self.policy.tiers), self.policy.limits.tier_timeout)
         for tier, lane in self.lanes.items():
             lane.silent = partial(self.outages.silent, tier)
+        self.copier = CatalogCopier(self.catalog, self.copies, self.lanes[self.archive_name])
         self.early = EarlyCopies(self, self._advanced)
         self.remover = Remover(self, self._advanced)
         self.mapped = MappedFiles(self)
@@ -194,6 +202,7 @@ class Migrator:
             nursery.start_soon(self.pace.run)
             nursery.start_soon(self._sync_now_and_then)
             nursery.start_soon(self.queue.watch)
+            nursery.start_soon(self.copier.run, lambda: self.paused or bool(self.outages.wait(self.archive_name)))
             nursery.start_soon(self._watch_writers, nursery)
             while True:
                 began = time.perf_counter()
@@ -391,7 +400,9 @@ class Migrator:
             self.ready[transfer.ino, transfer.version] = Ready(copied.temp.name, source.size, copied.digest)
         else:
             store = self.stores[transfer.tier]
-            await lane.run(partial(publish_copy, store, copied, key), "publish", late=partial(unpublish, store, key))
+            describe = describer(beside(self.catalog, transfer.ino, transfer.version))
+            publish = partial(publish_copy, store, copied, key, describe)
+            await lane.run(publish, "publish", late=partial(unpublish, store, key))
             self._landed(source, transfer.tier, key, copied.digest)
         self.outages.recovered(transfer.tier, transfer.key)
 
@@ -454,10 +465,13 @@ class Migrator:
     async def _settle_in_place(self, source: Replica) -> None:
         """The ack tier itself is persistent: durable after one fsync of the replica."""
         store = self.stores[source.tier]
+        describe = describer(beside(self.catalog, source.ino, source.version))
 
         def sync() -> None:
             fd = store.open(source.key, write=False)
             try:
+                if describe is not None:
+                    store.describe(fd, source.key, describe, source.digest)
                 os.fsync(fd)
             finally:
                 os.close(fd)

@@ -20,6 +20,7 @@ from tierfs.errors import DigestMismatch, FsError, TierError
 from tierfs.fs.lanes import Lanes
 from tierfs.fs.open_files import GRADUAL, OpenFiles
 from tierfs.migrator.archive import Archive
+from tierfs.migrator.describe import beside
 from tierfs.migrator.evict import Evictor
 from tierfs.migrator.gradual import Recall
 from tierfs.migrator.outage import Outages
@@ -28,6 +29,7 @@ from tierfs.migrator.steps import Path
 from tierfs.migrator.transfer import recall_file
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.beside import Describe, describer
 from tierfs.tiers.copy import CHUNK, DIGEST_SIZE, tree_digest
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import Attributes, Replica, ReplicaState
@@ -189,8 +191,10 @@ class Recaller:
                 mtime_ns,
                 lambda size: token.run_sync_soon(extend),
                 cancel,
+                describe,
             )
 
+        describe = self._describe(source, tier)
         opener = self.opener(source)
         digest = None
         try:
@@ -205,6 +209,12 @@ class Recaller:
         if digest is None:
             raise TierError(f"tier {source.tier}: inode {source.ino}: nothing came for {self._patience:g} s")
         return Replica(source.ino, source.version, tier, ReplicaState.WRITTEN, key, source.size, digest)
+
+    def _describe(self, source: Replica, tier: str) -> Describe | None:
+        """What to keep beside a replica that is made on ``tier``."""
+        if not self._host.policy.tier(tier).persistent:
+            return None
+        return describer(beside(self._host.catalog, source.ino, source.version))
 
     def _enter(self, replica: Replica) -> Replica:
         """These bytes are complete, verified and, on a persistent tier, synced: say so in the catalog. FsError ENOENT,
@@ -277,6 +287,7 @@ class Recaller:
             store=host.stores[chosen],
             temp=temp,
             chunks=self._chunks(source) if source else None,
+            describe=self._describe(source, chosen) if source else None,
             host=self,
             limiter=self._limiters[source.tier if source else chosen],
             patience=self._patience,

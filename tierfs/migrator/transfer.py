@@ -12,6 +12,7 @@ from tierfs.errors import DigestMismatch, SourceChanged, TierError
 from tierfs.fs.lanes import Beat
 from tierfs.migrator.throttle import Throttle
 from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.beside import Describe
 from tierfs.tiers.copy import CHUNK, PipelinedCopy, Reading, copy_file, data_end, digest_file
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import Replica
@@ -99,7 +100,8 @@ def _turns(throttle: Throttle, transfer: Transfer) -> Callable[[int], None]:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A complete, synced copy that has no name yet."""
+    """A complete copy that has no name yet. One for the archive is synced; a ReplicaStore does that when it publishes,
+    together with what lies beside the replica."""
 
     temp: TemporaryFile
     digest: bytes
@@ -118,7 +120,7 @@ def copy_to_store(
     stable: bool,
     early: Early | None = None,
 ) -> Copied:
-    """Copy ``source`` into a temporary file of ``target``, synced, or complete what ``early`` (taken over) began.
+    """Copy ``source`` into a temporary file of ``target``, or complete what ``early`` (taken over) began.
 
     ``stable`` says that nobody can write to the source; otherwise it is read again after the copy and the
     copy is void (DigestMismatch) when it changed. Raises TierError, SourceChanged.
@@ -157,7 +159,8 @@ def copy_to_store(
                     digests=chunks,
                 )
             transfer.beat(source.size)
-            os.fsync(temp.fd)
+            if isinstance(target, TreeStore):
+                os.fsync(temp.fd)
             if not stable and digest_file(fd, source.size, cancelled=cancelled, throttle=transfer.beat) != digest:
                 raise DigestMismatch(f"inode {source.ino} changed while it was copied")
         except BaseException:
@@ -184,10 +187,10 @@ def discard_copy(copied: Copied | None) -> None:
         copied.temp.discard()
 
 
-def publish_copy(store: ReplicaStore, copied: Copied, key: str) -> bool:
+def publish_copy(store: ReplicaStore, copied: Copied, key: str, describe: Describe | None = None) -> bool:
     """Make the copy the replica ``key``; it is removed when that fails. True. Raises TierError."""
     try:
-        store.publish(copied.temp, key)
+        store.publish(copied.temp, key, describe, copied.digest)
     except BaseException:
         copied.temp.discard()
         raise
@@ -208,6 +211,7 @@ def recall_file(
     mtime_ns: int,
     alive: Callable[[int], None],
     cancel: threading.Event,
+    describe: Describe | None = None,
 ) -> bytes:
     """Copy a cold replica up to ``target`` as ``key``, checking its digest: the digest. ``alive`` is called with the
     bytes of each chunk that is about to be read. Once ``cancel`` is set nothing is published any more.
@@ -227,7 +231,7 @@ def recall_file(
                 raise DigestMismatch(f"tier {source.tier}: inode {source.ino} does not have the bytes written to it")
             os.utime(temp.fd, ns=(mtime_ns, mtime_ns))
             if not cancel.is_set():
-                target.publish(temp, key)
+                target.publish(temp, key, describe, digest)
             if cancel.is_set():
                 target.remove(key)
                 raise SourceChanged("the recall was cancelled")

@@ -36,11 +36,21 @@ class Tiers:
         tree.prepare()
         return cls(stores, tree, mounts)
 
+    @property
+    def every(self) -> list[ReplicaStore | TreeStore]:
+        """Fastest first, the archive last."""
+        return [*self.stores.values(), self.tree]
+
+    def close(self) -> None:
+        """Let go of all directories."""
+        for tier in self.every:
+            tier.close()
+
     def check_catalog(self, catalog: str, known: Collection[str], *, claim: bool) -> None:
         """Refuse when a tier holds the files of another catalog than the one with this uuid, or when one of the
         ``known`` tiers, where the catalog has files, holds nothing of it. With ``claim`` tiers that have no catalog yet
         become this one's. Raises TierError."""
-        tiers: list[ReplicaStore | TreeStore] = [*self.stores.values(), self.tree]
+        tiers = self.every
         for tier in tiers:  # all of them before the first is changed
             tier.check_catalog(catalog, claim=False, known=tier.name in known)
         if claim:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from tierfs.durable import TemporaryFile, create_temporary, fsync_directory
 from tierfs.errors import TierError
+from tierfs.tiers.beside import SUFFIX, Beside, Describe, decode, read_record, write_record
 from tierfs.types import Usage
 
 MARKER = b"tierfs-tier"
@@ -100,15 +101,14 @@ def check_owner(tier: str, dir_fd: int, where: Path, catalog: str, *, claim: boo
     then this is not where they are, such as below a mount that is missing. Raises OSError, and TierError (not
     temporary).
     """
-    try:
-        fd = os.open(OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
-    except FileNotFoundError:
+    owner = read_owner(dir_fd)
+    if owner is None:
         if known:
             raise refusal(
                 tier,
                 f"{where} is not the directory that the state directory knows: nothing of the tier is there; is it "
                 f"mounted? If you moved the tier, move all its contents along",
-            ) from None
+            )
         if claim:
             temp = create_temporary(dir_fd, "owner")
             try:
@@ -117,14 +117,23 @@ def check_owner(tier: str, dir_fd: int, where: Path, catalog: str, *, claim: boo
             finally:
                 temp.discard()
         return
-    with os.fdopen(fd, "rb") as file:
-        owner = file.read(4096).decode(errors="replace").strip()
     if owner != catalog:
         raise refusal(
             tier,
-            f"the files in {where} belong to another state directory than this one (or its catalog was lost); "
-            f"give the tier a directory of its own, or remove {where}/{os.fsdecode(OWNER)} to give those files up",
+            f"the files in {where} belong to another state directory than this one (or its catalog was lost: "
+            f"`tierfs fsck --rebuild CONFIG` makes another from the tiers); give the tier a directory of its own, or "
+            f"remove {where}/{os.fsdecode(OWNER)} to give those files up",
         )
+
+
+def read_owner(dir_fd: int) -> str | None:
+    """The catalog to which the files in a tier's directory belong; None when none claimed it. Raises OSError."""
+    try:
+        fd = os.open(OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(fd, "rb") as file:
+        return file.read(4096).decode(errors="replace").strip()
 
 
 def refusal(tier: str, why: str) -> TierError:
@@ -302,6 +311,11 @@ class ReplicaStore:
         with failing_as(self.name, f"look at {self.root}"), self._use() as opened:
             check_owner(self.name, opened.root, self.root, catalog, claim=claim, known=known)
 
+    def owner(self) -> str | None:
+        """See `read_owner`. Raises TierError."""
+        with failing_as(self.name, f"look at {self.root}"), self._use() as opened:
+            return read_owner(opened.root)
+
     def _check_owner(self, status: os.stat_result) -> None:
         if status.st_uid != os.geteuid():
             raise refusal(self.name, f"{self.root} belongs to user {status.st_uid}, not to {os.geteuid()}")
@@ -317,7 +331,7 @@ class ReplicaStore:
         """Descriptor of the directory in which the replica is. Raises OSError."""
         if not _KEY.fullmatch(key):
             raise OSError(errno.EINVAL, "not a replica key", key)
-        number = zlib.crc32(key.encode()) & 0xFF
+        number = int(self._belongs(key), 16)
         with self._use() as opened:
             fd = opened.spread.get(number)
             if fd is None:
@@ -363,12 +377,54 @@ class ReplicaStore:
             return os.stat(key, dir_fd=directory, follow_symlinks=False).st_size
 
     def remove(self, key: str) -> None:
-        """Remove the replica; no error when there is none. Raises OSError."""
-        with contextlib.suppress(FileNotFoundError), self._directory(key) as directory:
-            os.unlink(key, dir_fd=directory)
+        """Remove the replica and what lies beside it; no error when there is none. Raises OSError."""
+        for name in (key, key + SUFFIX) if self.persistent else (key,):
+            with contextlib.suppress(FileNotFoundError), self._directory(key) as directory:
+                os.unlink(name, dir_fd=directory)
+
+    # what lies beside a replica (tiers.beside)
+
+    def describe(self, fd: int, key: str, describe: Describe, digest: bytes | None) -> None:
+        """Keep a record beside the replica ``key``, whose file is open: durable once that file is synced and its
+        directory, too. Raises OSError."""
+        status = os.fstat(fd)
+        raw = describe(digest, status.st_size, status.st_mtime_ns)
+        with self._use() as opened, self._directory(key, create=True) as directory:
+            write_record(fd, raw, opened.tmp, directory, key)
+
+    def record(self, key: str) -> Beside | None:
+        """What lies beside a replica; None when there is nothing, or nothing that can be read. Raises OSError: ENOENT
+        when there is no replica."""
+        with self._directory(key) as directory:
+            raw = read_record(directory, key)
+        return None if raw is None else decode(raw)
+
+    def loose_records(self) -> Iterator[str]:
+        """Keys of records whose replica is not there. Raises OSError."""
+        for directory, names in self._listed():
+            there = set(names)
+            for name in names:
+                key = name.removesuffix(SUFFIX)
+                if key != name and _KEY.fullmatch(key) and key not in there and self._belongs(key) == directory:
+                    yield key
+
+    def status(self, key: str) -> os.stat_result:
+        """Raises OSError: ENOENT when there is no replica."""
+        with self._directory(key) as directory:
+            return os.stat(key, dir_fd=directory, follow_symlinks=False)
 
     def keys(self) -> Iterator[str]:
         """Keys of all replicas, in no order. Raises OSError."""
+        for directory, names in self._listed():
+            yield from (name for name in names if _KEY.fullmatch(name) and self._belongs(name) == directory)
+
+    @staticmethod
+    def _belongs(key: str) -> str:
+        """The name of the directory in which a replica is."""
+        return f"{zlib.crc32(key.encode()) & 0xFF:02x}"
+
+    def _listed(self) -> Iterator[tuple[str, list[str]]]:
+        """(name of a directory, names in it) of those below ``data``. Raises OSError."""
         with self._use() as opened:
             directories = os.listdir(opened.data)
         for directory in directories:
@@ -381,7 +437,7 @@ class ReplicaStore:
                     names = os.listdir(fd)
                 finally:
                     os.close(fd)
-            yield from (name for name in names if _KEY.fullmatch(name))
+            yield directory, names
 
     def usage(self, own_used: int) -> Usage:
         """Space in bytes, given the bytes that tierfs holds here. Raises OSError."""
@@ -401,12 +457,22 @@ class ReplicaStore:
             return create_temporary(opened.tmp, key)
 
     def remove_temporaries(self, former: Callable[[str], bool]) -> int:
-        """Remove the temporary files of keys that ``former`` knows: how many. Raises TierError."""
+        """Remove the temporary files, and the records without a replica, of keys that ``former`` knows: how many
+        files. Raises TierError."""
         with failing_as(self.name, "remove temporary files"), self._use() as opened:
+            if self.persistent:
+                for key in self.loose_records():
+                    if former(key):
+                        self.remove(key)
             return remove_temporaries(opened.tmp, former)
 
-    def publish(self, temp: TemporaryFile, key: str) -> None:
-        """Make a filled temporary file the replica ``key``, durably, and close it. Raises TierError."""
+    def publish(
+        self, temp: TemporaryFile, key: str, describe: Describe | None = None, digest: bytes | None = None
+    ) -> None:
+        """Make a filled temporary file the replica ``key``, durably and, on a persistent tier, with a record beside
+        it, and close it. Raises TierError."""
         with failing_as(self.name, "publish"), self._directory(key, create=True) as directory:
+            if describe is not None and self.persistent:
+                self.describe(temp.fd, key, describe, digest)
             temp.commit(directory, key.encode())
             temp.close()

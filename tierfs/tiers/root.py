@@ -27,6 +27,7 @@ from tierfs.tiers.base import (
     check_owner,
     failing_as,
     open_directory,
+    read_owner,
     refusal,
     same_file,
     usage_of,
@@ -100,6 +101,15 @@ class ArchiveRoot:
             own = open_directory(RESERVED, held.root, create=False)
             try:
                 check_owner(self.name, own, self.root / os.fsdecode(RESERVED), catalog, claim=claim, known=known)
+            finally:
+                os.close(own)
+
+    def owner(self) -> str | None:
+        """See `read_owner`. Raises TierError."""
+        with failing_as(self.name, f"look at {self.root}"), self.use() as held:
+            own = open_directory(RESERVED, held.root, create=False)
+            try:
+                return read_owner(own)
             finally:
                 os.close(own)
 

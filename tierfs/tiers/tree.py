@@ -54,7 +54,8 @@ class TreeStore(ArchiveRoot):
                 raise refusal(self.name, f"{name!r} is not a name")
 
     @contextlib.contextmanager
-    def _directory(self, path: Path, *, create: bool = False) -> Iterator[int]:
+    def directory(self, path: Path, *, create: bool = False) -> Iterator[int]:
+        """Descriptor of a directory. Raises OSError."""
         self._check(path)
         with self.use() as held:
             fd = os.open(b".", DIRECTORY, dir_fd=held.root)
@@ -83,7 +84,7 @@ class TreeStore(ArchiveRoot):
             if not path:
                 raise OSError(errno.EPERM, "the root itself")
             self._check(path)
-            with self._directory(path[:-1], create=create) as fd:
+            with self.directory(path[:-1], create=create) as fd:
                 yield fd, path[-1]
 
     # making names
@@ -336,6 +337,11 @@ class TreeStore(ArchiveRoot):
             status = os.stat(found[1], dir_fd=found[0], follow_symlinks=False)
             return status.st_size if stat.S_ISREG(status.st_mode) else None
 
+    def status(self, path: Path) -> os.stat_result | None:
+        """lstat of what is there; None when nothing is."""
+        with self._existing("look at", path) as found:
+            return None if found is None else os.stat(found[1], dir_fd=found[0], follow_symlinks=False)
+
     def set_attributes(
         self, path: Path, mode: int, uid: int, gid: int, mtime_ns: int, xattrs: Mapping[bytes, bytes]
     ) -> None:
@@ -407,7 +413,7 @@ class TreeStore(ArchiveRoot):
         with failing_as(self.name, "sync directories"):
             for path in set(paths):
                 try:
-                    with self._directory(path) as fd:
+                    with self.directory(path) as fd:
                         fsync_directory(fd)
                 except (FileNotFoundError, NotADirectoryError):
                     moved = True

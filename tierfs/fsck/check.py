@@ -1,0 +1,174 @@
+"""fsck: does what the catalog says agree with itself and with what stands on the tiers? Changes nothing."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from tierfs.catalog import Catalog, PublishedName
+from tierfs.errors import SourceChanged, TierError
+from tierfs.fsck.session import Progress, catalog_path, has_catalog, opened
+from tierfs.policy.model import Policy
+from tierfs.tiers.base import OWNER, ReplicaStore
+from tierfs.tiers.copy import digest_file
+from tierfs.tiers.root import RESERVED
+from tierfs.tiers.tree import TreeStore
+from tierfs.types import Replica, ReplicaState
+
+Problem = dict[str, str]
+T = TypeVar("T")
+
+REPORT_EVERY = 256
+"""Replicas or names between two reports of progress."""
+
+
+def check_all(policy: Policy, progress: Progress, *, data: bool = False) -> list[Problem]:
+    """Every disagreement, as {severity, what, path}; with ``data`` every replica is read and compared with its digest.
+    MountError while the policy is mounted; CatalogDamaged."""
+    path = catalog_path(policy)
+    if not has_catalog(policy):
+        return [
+            {"severity": "error", "what": f"no catalog, but tier {tier.name} has files of one", "path": str(path)}
+            for tier in policy.tiers
+            if tier.path is not None and _is_owned(tier.path, archive=tier is policy.tiers[-1])
+        ]
+    with opened(policy) as tiers:
+        catalog = Catalog(path, verify=True)
+        try:
+            tiers.check_catalog(catalog.uuid, (), claim=False)
+            problems = check_tiers(catalog, tiers.stores, tiers.tree, progress)
+            return problems + check_data(catalog, tiers.stores, tiers.tree, progress) if data else problems
+        finally:
+            catalog.close()
+
+
+def _is_owned(path: Path, *, archive: bool) -> bool:
+    return (path / os.fsdecode(RESERVED) if archive else path).joinpath(os.fsdecode(OWNER)).exists()
+
+
+def check_tiers(
+    catalog: Catalog,
+    stores: Mapping[str, ReplicaStore],
+    tree: TreeStore,
+    progress: Progress,
+) -> list[Problem]:
+    """The checks themselves, on tiers that are open already."""
+    progress(0, 0, "catalog")
+    problems = [{"severity": "error", "what": text, "path": str(catalog.path)} for text in catalog.check()]
+    progress(0, 0, "names")
+    problems += _names(catalog)
+    replicas, published = list(catalog.all_replicas()), catalog.all_published()
+    total = len(replicas) + len(published)
+    problems += _replicas(catalog, stores, _counted(replicas, 0, total, "replicas", progress))
+    problems += _archive(catalog, tree, _counted(published, len(replicas), total, "archive", progress))
+    progress(total, total, "done")
+    return problems
+
+
+def _counted(items: Sequence[T], before: int, total: int, what: str, progress: Progress) -> Iterator[T]:
+    """The items; every now and then how far they are."""
+    for index, item in enumerate(items):
+        if index % REPORT_EVERY == 0:
+            progress(before + index, total, what)
+        yield item
+
+
+def _names(catalog: Catalog) -> list[Problem]:
+    problems = []
+    for what, ino in catalog.inconsistencies():
+        path = b"/".join(catalog.path_of(ino) or (b"?",)).decode(errors="replace")
+        problems.append({"severity": "error", "what": what, "path": f"{path} (inode {ino})"})
+    return problems
+
+
+def _replicas(catalog: Catalog, stores: Mapping[str, ReplicaStore], replicas: Iterable[Replica]) -> list[Problem]:
+    problems = []
+    keys = {name: set(store.keys()) for name, store in stores.items()}
+    for replica in replicas:
+        if replica.tier not in stores:
+            continue
+        path = b"/".join(catalog.path_of(replica.ino) or (b"?",)).decode(errors="replace")
+        if replica.key not in keys[replica.tier]:
+            problems.append({"severity": "error", "what": f"no file for the replica on {replica.tier}", "path": path})
+            continue
+        keys[replica.tier].discard(replica.key)
+        size = stores[replica.tier].size(replica.key)
+        if replica.state is not ReplicaState.OPEN and size != replica.size:
+            what = f"replica on {replica.tier} has {size} bytes, not {replica.size}"
+            problems.append({"severity": "error", "what": what, "path": path})
+    for name, store in stores.items():
+        problems += [
+            {"severity": "orphan", "what": f"record without a replica on {name}", "path": path}
+            for path in store.loose_records()
+        ]
+    for name, left in keys.items():
+        problems += [{"severity": "orphan", "what": f"file without a replica on {name}", "path": key} for key in left]
+    return problems
+
+
+def _archive(catalog: Catalog, tree: TreeStore, published: Iterable[PublishedName]) -> list[Problem]:
+    problems = []
+    for row in published:
+        names = catalog.published_path(row.parent, row.name)
+        if names is None or not row.occupant:
+            continue
+        shown = f"{tree.root}/{b'/'.join(names).decode(errors='replace')}"
+        status = tree.status(names)
+        if status is None:
+            problems.append({"severity": "error", "what": "missing on the archive", "path": shown})
+            continue
+        for replica in catalog.replicas(row.ino):
+            archived = replica.tier == tree.name and row.occupant == row.ino and stat.S_ISREG(status.st_mode)
+            if archived and replica.size != status.st_size:
+                what = f"archive has {status.st_size} bytes, not {replica.size}"
+                problems.append({"severity": "error", "what": what, "path": shown})
+    return problems
+
+
+def archive_paths(catalog: Catalog, ino: int) -> list[tuple[bytes, ...]]:
+    """Where the inode's own object stands on the archive."""
+    rows = [row for row in catalog.published_names(ino) if row.occupant == ino]
+    paths = [catalog.published_path(row.parent, row.name) for row in rows]
+    return [path for path in paths if path is not None]
+
+
+def open_replica(catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeStore, replica: Replica) -> int:
+    """Descriptor for reading. Raises OSError, TierError."""
+    if replica.tier in stores:
+        return stores[replica.tier].open(replica.key, write=False)
+    return tree.open_first(archive_paths(catalog, replica.ino), replica.size)
+
+
+def has_digest(catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeStore, replica: Replica) -> bool | None:
+    """Whether a replica's bytes are those of its digest; None when it has none, or cannot be read."""
+    if replica.digest is None or replica.state is ReplicaState.OPEN:
+        return None
+    try:
+        fd = open_replica(catalog, stores, tree, replica)
+        try:
+            return digest_file(fd, replica.size) == replica.digest
+        finally:
+            os.close(fd)
+    except SourceChanged:
+        return False
+    except (OSError, TierError):
+        return None
+
+
+def check_data(
+    catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeStore, progress: Progress
+) -> list[Problem]:
+    """Replicas whose bytes are not those that were written; sizes are not looked at again."""
+    replicas = list(catalog.all_replicas())
+    problems = []
+    for replica in _counted(replicas, 0, len(replicas), "data", progress):
+        if (replica.tier in stores or replica.tier == tree.name) and has_digest(
+            catalog, stores, tree, replica
+        ) is False:
+            path = b"/".join(catalog.path_of(replica.ino) or (b"?",)).decode(errors="replace")
+            what = f"replica on {replica.tier} does not have the bytes written to it"
+            problems.append({"severity": "error", "what": what, "path": path})
+    return problems

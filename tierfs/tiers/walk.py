@@ -1,0 +1,64 @@
+"""Everything that stands on an archive with layout ``tree``, from the root down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tierfs.tiers.base import failing_as
+from tierfs.tiers.root import RESERVED
+from tierfs.tiers.tree import TreeStore
+
+Path = tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One object on the archive."""
+
+    path: Path
+    status: os.stat_result
+    target: bytes | None
+    """Of a symlink."""
+    xattrs: dict[bytes, bytes]
+    """Those of users, as far as they can be read."""
+
+
+def walk(tree: TreeStore) -> Iterator[Standing]:
+    """Each directory before what is in it. Follows no symlink and stays on the archive's filesystem. Raises TierError.
+    """
+    with failing_as(tree.name, f"read {tree.root}"):
+        todo: list[Path] = [()]
+        while todo:
+            path = todo.pop()
+            with tree.directory(path) as fd:
+                device = os.fstat(fd).st_dev
+                for name in sorted(map(os.fsencode, os.listdir(fd))):
+                    if not path and name == RESERVED:
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        standing = _look(fd, name, path)
+                        yield standing
+                        if stat.S_ISDIR(standing.status.st_mode) and standing.status.st_dev == device:
+                            todo.append(standing.path)
+
+
+def _look(fd: int, name: bytes, path: Path) -> Standing:
+    status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+    target = os.readlink(name, dir_fd=fd) if stat.S_ISLNK(status.st_mode) else None
+    xattrs: dict[bytes, bytes] = {}
+    if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
+        entry = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+        try:
+            with contextlib.suppress(OSError):
+                proc = f"/proc/self/fd/{entry}"
+                for key in map(os.fsencode, os.listxattr(proc)):
+                    if key.startswith(b"user.") and not key.startswith(b"user.tierfs."):
+                        with contextlib.suppress(OSError):
+                            xattrs[key] = os.getxattr(proc, key)
+        finally:
+            os.close(entry)
+    return Standing((*path, name), status, target, xattrs)
