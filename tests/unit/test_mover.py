@@ -8,13 +8,16 @@ import contextlib
 import errno
 import os
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 from assembled import Parts, assemble
 
+from tierfs.fs import mover
 from tierfs.fs.caller import Caller
 from tierfs.fs.mover import copy_sparse
 from tierfs.migrator.relief import Growth, meminfo, spare
@@ -117,6 +120,35 @@ def test_several_writers_of_a_file_that_moves_lose_nothing(parts: Parts) -> None
         assert os.pread(inode.fd, len(data), 0) == data
         for handle in handles:
             parts.files.release(handle)
+
+    trio.run(use)
+
+
+@needs_root
+def test_what_is_overwritten_while_the_file_moves_is_not_lost(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no room, so nothing but the move itself could make it wait."""
+    copied, go_on = threading.Event(), threading.Event()
+
+    def slowly(source: int, target: int, alive: Callable[[], object]) -> None:
+        copy_sparse(source, target, alive)
+        copied.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(mover, "copy_sparse", slowly)
+    data = content(12 * MIB)
+
+    async def use() -> None:
+        fh = create(parts, b"f")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write, parts, fh, data)
+            await trio.to_thread.run_sync(copied.wait)
+            nursery.start_soon(write, parts, fh, b"overwritten")
+            await trio.testing.wait_all_tasks_blocked()
+            go_on.set()
+        found = os.pread(parts.files.handles[fh].inode.fd, len(data), 0)
+        assert found[:11] == b"overwritten"
+        assert found[11:] == data[11:]
+        parts.files.release(fh)
 
     trio.run(use)
 

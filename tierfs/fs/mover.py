@@ -58,15 +58,15 @@ class Mover:
         relief, tier = self._files.admission.relief, inode.replica.tier
         if await relief.evict(tier, size) or await relief.grow(tier, size):
             return True
-        if inode.replica.tier != tier:  # somebody else's write moved it meanwhile
-            return True
-        return await self._move_open(inode, size) or await self._drained(inode.replica.tier, size)
+        return await self._move_open(inode, tier, size) or await self._drained(inode.replica.tier, size)
 
-    async def _move_open(self, inode: OpenInode, size: int) -> bool:
-        """Move the file below the handles that are open."""
+    async def _move_open(self, inode: OpenInode, full: str, size: int) -> bool:
+        """Move the file away from the tier that is full, below the handles that are open."""
         if inode.backing_id:
             return False
         async with self._files.locked(inode.ino):
+            if inode.replica.tier != full:  # somebody else's write moved it meanwhile
+                return True
             await self._files.quiesce(inode.ino)
             length = os.fstat(inode.fd).st_size
             for tier in self._below(inode.replica.tier, inode.rule):
