@@ -24,7 +24,7 @@ from tierfs.tiers.copy import CHUNK
 SIZE = 25 * CHUNK + 12345
 LAST = SIZE // CHUNK
 SHORT = {"limits": {"read_timeout": "1s"}}
-DAMAGE = r"tier archive: .*(not those that were written|has \d+ bytes)"
+DAMAGE = r"tier archive: .*(not those that were written|has \d+ bytes|does not have the bytes written)"
 
 
 class Seam:

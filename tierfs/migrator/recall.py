@@ -108,10 +108,9 @@ class Recaller:
                 why = str(error)
                 failed.add((source.tier, source.key))
                 if not host.catalog.is_damaged(source):
-                    log.error("%s", error)
+                    verdict = isinstance(error, DigestMismatch) and host.scrubber.suspect(source)
+                    log.log(logging.INFO if verdict else logging.ERROR, "%s", error)
                     host.outages.last_errors[source.tier] = why
-                    if isinstance(error, DigestMismatch):
-                        host.scrubber.suspect(source)
                 continue
             if host.catalog.is_damaged(source):
                 host.scrubber.right_again(source)

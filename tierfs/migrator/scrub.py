@@ -200,12 +200,16 @@ class Scrubber:
             path = self._path(replica)
             (report.replaced if await self._replace(replica, what) else report.damaged).append(path)
 
-    def suspect(self, replica: Replica) -> None:
-        """Whoever read this replica found it to be wrong: look at it soon."""
+    def suspect(self, replica: Replica) -> bool:
+        """Whoever read this replica found it to be wrong: look at it soon, and say in the log what comes of it.
+        False when nobody looks yet."""
         key = (replica.ino, replica.version, replica.tier)
-        if self._nursery is not None and key not in self._suspects and not self._host.catalog.is_damaged(replica):
+        if self._nursery is None:
+            return False
+        if key not in self._suspects and not self._host.catalog.is_damaged(replica):
             self._suspects.add(key)
             self._nursery.start_soon(self._look, replica)
+        return True
 
     async def _look(self, replica: Replica) -> None:
         try:
