@@ -122,6 +122,9 @@ class World:
                 nursery.start_soon(self.parts.migrator.run)
                 nursery.start_soon(self.parts.files.copies.follow_rules)
                 await self.parts.migrator.flusher.flush(ROOT_INO, to, 30)
+                while to == "archive" and list(self.parts.catalog.wanted_drains(1)):  # the tiers on the way, too
+                    with trio.move_on_after(0.1):
+                        await self.parts.migrator.progress().wait()
                 await self.parts.migrator.remove_discarded()
                 nursery.cancel_scope.cancel()
 
