@@ -1,8 +1,9 @@
 """A mount without FUSE for model tests: real catalog, names, open files and archive, and every way to crash.
 
 `World` carries operations out and, after each system call that changes the archive, looks at what anyone would see
-there (`Witness`). The rules of what may be seen are the promises: each file is whole, contents appear in the order in
-which they were closed, and what the catalog calls durable is there.
+there (`Witness`). The rules of what may be seen are the promises: each file is whole and has a name at which the mount
+showed just this content, contents appear in the order in which they were closed, and what the catalog calls durable is
+there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -69,6 +70,13 @@ class Witness:
     contents: dict[bytes, int] = field(default_factory=dict)
     """Every content ever closed → its place in the order of closes."""
     seen: int = 0
+    names: dict[str, set[bytes]] = field(default_factory=dict)
+    """Path → every content that the mount showed there."""
+
+    def shown(self, tree: Mapping[str, tuple[object, ...]]) -> None:
+        for path, (kind, *rest) in tree.items():
+            if kind == stat.S_IFREG and isinstance(content := rest[1], bytes):
+                self.names.setdefault(path, set()).add(content)
 
     def files(self) -> Iterator[tuple[str, bytes]]:
         for directory, names, files in os.walk(self.root):
@@ -79,10 +87,17 @@ class Witness:
                 if stat.S_ISREG(path.lstat().st_mode):
                     yield str(path.relative_to(self.root)), path.read_bytes()
 
+    def set_aside(self) -> set[bytes]:
+        """Contents that are there, and at no name."""
+        kept = self.root / ".tierfs" / "kept"
+        return {path.read_bytes() for path in kept.iterdir()} if kept.exists() else set()
+
     def look(self) -> set[bytes]:
         found = set()
         for path, content in self.files():
             assert content in self.contents, f"{path} holds {content[:20]!r}, which was never closed"
+            shown = self.names.get(path, set())
+            assert content in shown, f"{path} holds {content[:5]!r}, and on the mount {[c[:5] for c in shown]}"
             found.add(content)
         fresh = sorted(n for c in found if (n := self.contents[c]) > self.seen)
         assert len(fresh) <= 1, f"closes {fresh} appeared at once"
@@ -205,6 +220,7 @@ class World:
             self.files.orphans.clear()
             self.files.orphans.update(self.catalog.orphans())
         self.names.forget(list(self.files.orphans))
+        self.witness.shown(self.expected())
 
     # the mount
 
@@ -231,6 +247,7 @@ class World:
         self.witness.contents[content] = self.now
         self.by_digest[digest_file(inode.fd, len(content))] = content
         self.files.release(fh)
+        self.witness.shown(self.expected())
 
     def operate(self, kind: str, a: int, name: bytes, b: int, name2: bytes) -> None:
         """One operation on the mount; what the mount would refuse is refused."""
@@ -265,6 +282,7 @@ class World:
                     trio.run(self.fs.set_attributes, child.ino, Change(mode=0o600 | a << 3 | b), CALLER)
                 case "xattr" if child is not None and stat.S_ISREG(child.mode):
                     trio.run(self.fs.set_xattr, child.ino, b"user.x", name2, CALLER)
+        self.witness.shown(self.expected())
 
     def below(self, directory: int, top: int) -> bool:
         """The kernel refuses to move a directory into itself, or over one above, before tierfs is asked."""
@@ -361,10 +379,10 @@ class World:
 
     def look(self) -> None:
         """What may be seen at any moment: whole files, in order, and everything that is called durable."""
-        found = self.witness.look()
+        found = self.witness.look() | self.witness.set_aside()
         pending = self.archive.pending
         for row in self.catalog.all_published():
-            if row.occupant != row.ino or (pending is not None and row.ino in pending.gone):
+            if abs(row.occupant) != row.ino or (pending is not None and row.ino in pending.gone):
                 continue
             for replica in self.catalog.replicas(row.ino):
                 if replica.tier == "archive" and replica.digest is not None:
@@ -447,6 +465,7 @@ class World:
         self.archive.sweep()
         left = [n for n in os.listdir(self.base / "archive" / ".tierfs" / "tmp") if not n.startswith("exchange")]
         assert left == []
+        assert self.lost or not self.witness.set_aside()
         if not self.lost:
             problems = check_tiers(self.catalog, {}, self.store, lambda done, total, what: None)
             assert problems == []

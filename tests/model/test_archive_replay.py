@@ -155,6 +155,35 @@ HISTORIES = {
         op("write", "a"), ("drain", 9), ("replay",), op("remove", "a"), op("mkdir", "a"), op("remove", "a"),
         op("symlink", "a", "b"), op("rename", "a", "b"), op("write", "a"),
     ],
+    "a rename after content that nobody has any more": [
+        op("write", "a"), ("drain", 9), ("replay",), op("write", "a"), op("rename", "a", "b"), op("write", "b"),
+    ],
+    "the same over another file, and then deleted": [
+        op("write", "a"), op("write", "b"), ("drain", 9), ("replay",),
+        op("write", "a"), op("rename", "a", "b"), op("write", "a"), op("remove", "b"),
+    ],
+    "the same with links": [
+        op("write", "a"), op("link", "a", "log"), ("drain", 9), ("replay",),
+        op("write", "a"), op("rename", "a", "b"), op("link", "b", "a"), op("rename", "log", "a"), op("write", "b"),
+    ],
+    "the same through a directory": [
+        op("mkdir", "a"), op("write", "b", a=1), ("drain", 9), ("replay",),
+        op("write", "b", a=1), op("rename", "a", "log"), op("write", "a", a=1), op("write", "b", a=1),
+    ],
+    "the same by exchanges": [
+        op("write", "a"), op("write", "b"), ("drain", 9), ("replay",),
+        op("write", "a"), op("exchange", "a", "b"), op("exchange", "b", "log"), op("rename", "b", "log"),
+        op("write", "log"), op("write", "a"),
+    ],
+    "directories exchanged with what was skipped in them": [
+        op("mkdir", "a"), op("mkdir", "b"), op("write", "log", a=1), op("write", "log", a=2), ("drain", 9),
+        ("replay",), op("write", "log", a=1), op("exchange", "a", "b"), op("write", "log", a=1),
+        op("write", "log", a=2),
+    ],
+    "a directory moved with what a skipped file replaced in it": [
+        op("mkdir", "a"), op("write", "b", a=1), ("drain", 9), ("replay",), op("write", "log"),
+        op("rename", "log", "b", b=1), op("rename", "a", "b"), op("write", "b", a=1),
+    ],
     "a directory emptied and removed": [
         op("mkdir", "a"), op("write", "b", a=1), op("mkdir", "log", a=1), ("drain", 9), ("replay",),
         op("remove", "b", a=1), op("remove", "log", a=1), op("remove", "a"), op("write", "a"),
@@ -182,6 +211,22 @@ def test_a_power_cut_that_empties_the_memory_keeps_what_reached_the_archive(worl
     run(world, [op("write", "a"), ("drain", 9), ("replay",), op("write", "a"), ("drain", 9), ("loss", 40)])
     world.check()
     assert world.shown()["a"][2] == b"2 " * 201
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_was_set_aside_comes_back_when_what_was_newer_is_lost(world, linked: bool) -> None:  # type: ignore[no-untyped-def]
+    """The archive has the only copy that is left, and shows it at no name while there is a newer one."""
+    link = [op("link", "a", "log")] if linked else []
+    run(world, [op("write", "a"), ("drain", 9), ("replay",), op("write", "a"), *link, op("rename", "a", "b")])
+    run(world, [op("write", "b"), ("replay",), ("sync",)])
+    assert not world.shown()
+    ino = world.catalog.resolve((b"b",)).ino
+    os.close(world.store.open_first(world.archive.paths(ino), 201 * 2))
+    world.power_cut(lose_memory=True)
+    world.check()
+    names = ["b", "log"] if linked else ["b"]
+    assert {name: world.shown()[name][2][:2] for name in world.shown()} == dict.fromkeys(names, b"1 ")
+    assert os.listdir(world.base / "archive" / ".tierfs" / "kept") == []
 
 
 def test_content_lost_with_the_memory_does_not_stop_the_archive(world) -> None:  # type: ignore[no-untyped-def]
@@ -228,6 +273,7 @@ def test_many_small_files_are_one_batch(world) -> None:  # type: ignore[no-untyp
         world.names.rename(1, name + b".tmp", 1, name + b".pt", 0, archive_world.CALLER)
         world.write(1, b"tmp")
         world.names.rename(1, b"tmp", 1, name + b".bin", 0, archive_world.CALLER)
+    world.witness.shown(world.expected())
     world.drain(1000)
     batch = world.archive.next_batch(10_000, world.ready)
     assert not batch.split

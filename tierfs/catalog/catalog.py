@@ -16,6 +16,9 @@ from tierfs.catalog.held import HeldQueries
 from tierfs.errors import FsError
 from tierfs.types import ROOT_INO, Attributes, Ino, OpKind, Replica, ReplicaState
 
+KEPT = 0
+"""As the parent in `published`: the object is set aside in the archive's own directory, under its inode's number."""
+
 DEEPEST = 1 << 14
 """Directories above a file; in a damaged catalog they may form a ring."""
 PATHS = 1024
@@ -538,6 +541,14 @@ class Catalog(Deadlines, HeldQueries, Damaged):
         rows = self._run("SELECT parent, name, ino, occupant FROM published WHERE ino=?", (ino,))
         return [PublishedName(*row) for row in rows]
 
+    def odd_published(self) -> list[PublishedName]:
+        """Names at which something else stands than the content of their file."""
+        rows = self._run(
+            "SELECT parent, name, ino, occupant FROM published WHERE occupant<>ino AND occupant<>0 AND parent<>?",
+            (KEPT,),
+        )
+        return [PublishedName(*row) for row in rows]
+
     def put_published(self, parent: int, name: bytes, ino: int, occupant: int) -> None:
         self._write("INSERT OR REPLACE INTO published VALUES (?, ?, ?, ?)", (parent, name, ino, occupant))
 
@@ -548,6 +559,8 @@ class Catalog(Deadlines, HeldQueries, Damaged):
         """Names from the archive's root; None when a directory above is not published."""
         names = [name]
         while parent != ROOT_INO:
+            if parent == KEPT:
+                return b".tierfs", b"kept", name
             row = self._run("SELECT parent, name FROM published WHERE ino=? LIMIT 1", (parent,)).fetchone()
             if row is None:
                 return None

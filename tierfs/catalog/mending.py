@@ -7,7 +7,7 @@ import stat
 import time
 from collections.abc import Mapping
 
-from tierfs.catalog.catalog import Catalog
+from tierfs.catalog.catalog import KEPT, Catalog
 from tierfs.catalog.database import INO_BLOCK, SEQ_BLOCK
 from tierfs.errors import FsError
 from tierfs.types import ROOT_INO, Attributes, Ino, OpKind
@@ -201,8 +201,8 @@ class MendableCatalog(Catalog):
         self.skip_ids(1, first + count)
         self._write(
             "INSERT INTO dentries SELECT parent, name, ino, ? + ROW_NUMBER() OVER (ORDER BY parent, name)"
-            " FROM published WHERE ino IN (SELECT ino FROM inodes)",
-            (first,),
+            " FROM published WHERE ino IN (SELECT ino FROM inodes) AND parent<>?",
+            (first, KEPT),
         )
         self._write("UPDATE inodes SET nlink=0 WHERE ino<>1 AND ino NOT IN (SELECT ino FROM dentries)")
         self.forget_paths()

@@ -109,11 +109,13 @@ CREATE TABLE oplog (
 CREATE INDEX oplog_content ON oplog(kind) WHERE kind = 5;
 
 CREATE TABLE published (
-    parent   INTEGER NOT NULL,          -- the namespace as the archive has it, behind the mount's
+    parent   INTEGER NOT NULL,          -- the namespace as the archive has it, behind the mount's; 0: not a name,
+                                        -- but an object set aside (migrator.archive)
     name     BLOB NOT NULL,
     ino      INTEGER NOT NULL,
     occupant INTEGER NOT NULL,          -- inode whose object stands at this name; 0: nothing yet;
-                                        -- another than ino: replaced, kept until ino's content comes
+                                        -- another than ino: replaced, kept until ino's content comes;
+                                        -- -ino: ino's, but older than what ino was at this point of the replay
     PRIMARY KEY (parent, name)
 ) WITHOUT ROWID;
 CREATE INDEX published_by_ino ON published(ino);
@@ -181,6 +183,8 @@ CREATE TABLE IF NOT EXISTS damage (
     since_ns INTEGER NOT NULL,          -- wall clock
     PRIMARY KEY (ino, version, tier)
 ) WITHOUT ROWID;
+
+CREATE INDEX IF NOT EXISTS published_odd ON published(parent) WHERE occupant<>ino AND occupant<>0;
 
 CREATE TABLE IF NOT EXISTS scrubs (
     tier        TEXT PRIMARY KEY,

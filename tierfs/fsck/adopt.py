@@ -346,13 +346,14 @@ class Adoption:
         identity = (status.st_dev, status.st_ino)
         row = self.catalog.published(parent, name)
         known = self.catalog.lookup(parent, name)
-        if row is not None and row.occupant and (occupant := self.catalog.attributes(row.occupant)) is not None:
-            if not regular or known is None or known.ino == row.occupant or self._is_known(occupant, standing):
+        stood = abs(row.occupant) if row is not None else 0
+        if stood and (occupant := self.catalog.attributes(stood)) is not None:
+            if not regular or known is None or known.ino == stood or self._is_known(occupant, standing):
                 if regular:
-                    links.setdefault(identity, row.occupant)
-                    self._content(row.occupant, standing)
-                return row.occupant
-            for replica in self.catalog.replicas(row.occupant):  # the archive went on, unlogged
+                    links.setdefault(identity, stood)
+                    self._content(stood, standing)
+                return stood
+            for replica in self.catalog.replicas(stood):  # the archive went on, unlogged
                 if replica.tier == self.tiers.tree.name:
                     self.catalog.remove_replica(replica)
         if known is not None and stat.S_IFMT(known.mode) != stat.S_IFMT(status.st_mode):

@@ -121,7 +121,7 @@ def _archive(catalog: Catalog, tree: TreeStore, published: Iterable[PublishedNam
             problems.append({"severity": "error", "what": "missing on the archive", "path": shown})
             continue
         for replica in catalog.replicas(row.ino):
-            archived = replica.tier == tree.name and row.occupant == row.ino and stat.S_ISREG(status.st_mode)
+            archived = replica.tier == tree.name and abs(row.occupant) == row.ino and stat.S_ISREG(status.st_mode)
             if archived and replica.size != status.st_size:
                 what = f"archive has {status.st_size} bytes, not {replica.size}"
                 problems.append({"severity": "error", "what": what, "path": shown})
@@ -130,7 +130,7 @@ def _archive(catalog: Catalog, tree: TreeStore, published: Iterable[PublishedNam
 
 def archive_paths(catalog: Catalog, ino: int) -> list[tuple[bytes, ...]]:
     """Where the inode's own object stands on the archive."""
-    rows = [row for row in catalog.published_names(ino) if row.occupant == ino]
+    rows = [row for row in catalog.published_names(ino) if abs(row.occupant) == ino]
     paths = [catalog.published_path(row.parent, row.name) for row in rows]
     return [path for path in paths if path is not None]
 

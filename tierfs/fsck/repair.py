@@ -229,7 +229,7 @@ class Repair:
                 status = tree.status(path)
                 if status is None:
                     missing.append(row)
-                elif row.occupant == row.ino and stat.S_ISREG(status.st_mode):
+                elif abs(row.occupant) == row.ino and stat.S_ISREG(status.st_mode):
                     for replica in self.catalog.replicas(row.ino):
                         if replica.tier == self.archive_name and replica.size != status.st_size:
                             changed[row.ino] = status
@@ -246,7 +246,7 @@ class Repair:
         for row in missing:
             with self.catalog.transaction():
                 self.catalog.remove_published(row.parent, row.name)
-        for ino in sorted({ino for row in missing for ino in (row.ino, row.occupant) if ino}):
+        for ino in sorted({ino for row in missing for ino in (row.ino, abs(row.occupant)) if ino}):
             shown = self._shown(ino)
             with self.catalog.transaction():
                 if not archive_paths(self.catalog, ino):

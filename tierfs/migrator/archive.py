@@ -5,6 +5,11 @@ and its occupant, the inode whose object physically stands there. They differ wh
 not come yet: occupant 0 (nothing stands there), or the file that was replaced, which stays readable
 until the new content is renamed over it.
 
+Content that was replaced on the mount before its turn is skipped. What the archive has of such a file is then *behind*
+(occupant -ino): right to show at the names that it has, but no new name ever had it. So a link does not show it, and a
+rename does not carry it along: it is set aside (`KEPT`), as it may be the last good copy, until newer content comes,
+the file is deleted, or a lost memory tier makes it the file's content again.
+
 A batch (migrator.steps) goes through four phases, so that the event loop never waits for the archive:
 
 1. `next_batch` plans it against an overlay of `published` and stores it in the catalog, as data.
@@ -24,13 +29,14 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tierfs.catalog import Catalog, Operation, PublishedName
+from tierfs.catalog import KEPT, Catalog, Operation, PublishedName
 from tierfs.errors import TierError
 from tierfs.migrator import progress
 from tierfs.migrator.ahead import LOOK, deletes_ahead
 from tierfs.migrator.steps import Action, Batch, Effect, Metadata, Path, Step
 from tierfs.plan.retention import NEVER, frontier
 from tierfs.tiers.copies import CatalogCopies
+from tierfs.tiers.root import RESERVED
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import ROOT_INO, Attributes, OpKind, Replica, ReplicaState
 
@@ -161,6 +167,12 @@ class Archive:
     ) -> Batch:
         batch = Batch()
         for op in operations:
+            first = self._leave_behind(batch, op)
+            if first.steps and batch.accepts(first):
+                batch.add(batch.last, first)
+            elif first.steps:
+                batch.split = True
+                break
             effect = self._effect(batch, op, ready)
             if not batch.accepts(effect) or batch.weight > HEAVY:
                 batch.split = True
@@ -254,7 +266,7 @@ class Archive:
         batches = [Batch()] if self.pending is None else [self.pending, Batch()]
         for batch in batches:
             for row in self._names(batch, ino):
-                path = self._path(batch, row.parent, row.name) if row.occupant == ino else None
+                path = self._path(batch, row.parent, row.name) if abs(row.occupant) == ino else None
                 if path is not None and path not in found:
                     found.append(path)
         return found
@@ -272,6 +284,8 @@ class Archive:
         """None when a directory above is not published."""
         names = [name]
         while parent != ROOT_INO:
+            if parent == KEPT:
+                return RESERVED, b"kept", name
             above = self._names(batch, parent)
             if not above:
                 return None
@@ -280,11 +294,80 @@ class Archive:
         return tuple(reversed(names))
 
     def _standing(self, batch: Batch, ino: int) -> Path | None:
-        """A path at which the inode's own object stands."""
+        """A path at which the inode's own object stands, and is not behind."""
         for row in self._names(batch, ino):
             if row.occupant == ino:
                 return self._path(batch, row.parent, row.name)
         return None
+
+    # what is behind
+
+    def _version(self, batch: Batch, ino: int) -> int:
+        """Version that the archive has; 0: none, or one that nobody knows."""
+        if ino in batch.stored:
+            return batch.stored[ino].version
+        return max((r.version for r in self.catalog.replicas(ino) if r.tier == self.name), default=0)
+
+    def _skip(self, batch: Batch, op: Operation) -> Effect:
+        """A content that nobody has any more: what stands on the archive in its place is behind."""
+        effect = Effect()
+        if self._version(batch, op.ino) < op.arg:
+            for row in self._names(batch, op.ino):
+                if row.occupant == row.ino:
+                    effect.put(row.parent, row.name, row.ino, -row.ino)
+        return effect
+
+    def _leave_behind(self, batch: Batch, op: Operation) -> Effect:
+        """What the operation must not move along: files that are behind, and in directories also what stands at a name
+        in the place of another file. Steps of their own, before those of the operation."""
+        effect = Effect()
+        if op.kind not in (OpKind.RENAME, OpKind.EXCHANGE):
+            return effect
+        moved = [(op.parent, op.name)] + ([(op.arg, op.name2)] if op.kind is OpKind.EXCHANGE else [])
+        for parent, name in moved:
+            row = self._published(batch, parent, name)
+            if row is None:
+                continue
+            if row.occupant == -row.ino:
+                self._set_aside(batch, effect, row)
+            elif row.occupant == row.ino and self._may_be_directory(batch, row.ino):
+                for below in self._odd_below(batch, row.ino):
+                    self._set_aside(batch, effect, below)
+        return effect
+
+    def _set_aside(self, batch: Batch, effect: Effect, row: PublishedName) -> None:
+        path = self._path(batch, row.parent, row.name)
+        if path is None:
+            return
+        kept = KEPT, b"%x" % row.ino
+        if row.occupant == -row.ino and kept not in effect.names and self._published(batch, *kept) is None:
+            effect.steps.append(Step(Action.RENAME, path, (RESERVED, b"kept", kept[1])))
+            effect.put(*kept, row.ino, -row.ino)
+        else:
+            effect.steps.append(Step(Action.REMOVE, path))
+        effect.put(row.parent, row.name, row.ino, 0)
+
+    def _odd_below(self, batch: Batch, directory: int) -> list[PublishedName]:
+        """Names below the directory at which something else stands than the file's content."""
+        rows = [row for row in self.catalog.odd_published() if (row.parent, row.name) not in batch.names]
+        rows += [row for row in batch.names.values() if row is not None and row.occupant not in (0, row.ino)]
+        return [row for row in rows if self._is_below(batch, row.parent, directory)]
+
+    def _is_below(self, batch: Batch, parent: int, directory: int) -> bool:
+        while parent not in (ROOT_INO, KEPT, directory):
+            above = self._names(batch, parent)
+            if not above:
+                return False
+            parent = above[0].parent
+        return parent == directory
+
+    def _forget_kept(self, batch: Batch, effect: Effect, ino: int, *, unless: Callable[[PublishedName], bool]) -> None:
+        """Remove what was set aside of the inode, unless one of its rows says that it may be needed."""
+        rows = self._names(batch, ino)
+        if any(row.parent == KEPT for row in rows) and not any(unless(row) for row in rows if row.parent != KEPT):
+            kept = KEPT, b"%x" % ino
+            effect.steps.append(Step(Action.REMOVE, (RESERVED, b"kept", kept[1])))
+            effect.names[kept] = None
 
     # one method per kind of operation; each reads the catalog and the batch and changes neither
 
@@ -301,7 +384,7 @@ class Archive:
             case OpKind.CONTENT:
                 content = ready.get((op.ino, op.arg))
                 if content is None or not self.wanted(op):
-                    return Effect()
+                    return self._skip(batch, op)
                 return self._content(batch, op, content)
             case OpKind.ATTRIBUTES:
                 return self._attributes(batch, op.ino)
@@ -340,6 +423,7 @@ class Archive:
             effect.steps.append(Step(Action.RMDIR if stat.S_ISDIR(op.arg) else Action.REMOVE, path))
         effect.names[op.parent, op.name] = None
         effect.gone.add(op.ino)
+        self._forget_kept(batch, effect, op.ino, unless=lambda row: (row.parent, row.name) != (op.parent, op.name))
         return effect
 
     def _rename(self, batch: Batch, op: Operation) -> Effect:
@@ -355,11 +439,15 @@ class Archive:
         else:
             if occupant or op.seq <= self._doubtful:
                 effect.steps.append(Step(Action.REMOVE, source))
-            occupant = replaced.occupant if replaced else 0
+            occupant = abs(replaced.occupant) if replaced else 0
+            if occupant == op.ino:  # it stood there before, and what it was then is behind
+                occupant = -occupant
         effect.names[op.parent, op.name] = None
         effect.put(op.arg, op.name2, op.ino, occupant)
         if replaced is not None and replaced.ino != op.ino:
             effect.gone.add(replaced.ino)
+            target_name = op.arg, op.name2
+            self._forget_kept(batch, effect, replaced.ino, unless=lambda row: (row.parent, row.name) != target_name)
         return effect
 
     def _may_be_directory(self, batch: Batch, ino: int) -> bool:
@@ -392,7 +480,7 @@ class Archive:
     def _content(self, batch: Batch, op: Operation, content: Ready) -> Effect:
         effect = Effect()
         attributes = self.catalog.attributes(op.ino)
-        rows = self._names(batch, op.ino)
+        rows = [row for row in self._names(batch, op.ino) if row.parent != KEPT]
         paths = [(row, path) for row in rows if (path := self._path(batch, row.parent, row.name)) is not None]
         if attributes is None or not paths:
             return effect
@@ -410,15 +498,41 @@ class Archive:
         effect.steps += [Step(Action.LINK, path, first) for _, path in others]
         for row, _ in paths:
             effect.put(row.parent, row.name, op.ino, op.ino)
+        self._forget_kept(batch, effect, op.ino, unless=lambda row: False)
         effect.stored.append(Replica(op.ino, op.arg, self.name, ReplicaState.DURABLE, "", content.size, content.digest))
         return effect
 
     def _attributes(self, batch: Batch, ino: int) -> Effect:
         attributes = self.catalog.attributes(ino)
-        path = self._standing(batch, ino) if attributes is not None and ino != ROOT_INO else None
-        if attributes is None or path is None:
+        if attributes is None or ino == ROOT_INO:
             return Effect()
-        return Effect([self._metadata_step(path, attributes)])
+        effect = Effect()
+        if stat.S_ISREG(attributes.mode) and self._version(batch, ino) == attributes.version:
+            effect = self._bring_back(batch, ino)
+        path = self._standing(batch, ino)
+        if path is None and effect.steps:
+            path = effect.steps[0].path
+        if path is not None:
+            effect.steps.append(self._metadata_step(path, attributes))
+        return effect
+
+    def _bring_back(self, batch: Batch, ino: int) -> Effect:
+        """What was behind is the file's content again, after a loss of what was newer: at all of its names."""
+        effect = Effect()
+        rows = [row for row in self._names(batch, ino) if row.occupant != ino]
+        sources = [path for row in rows if row.occupant == -ino and (path := self._path(batch, row.parent, row.name))]
+        names = [row for row in rows if row.parent != KEPT]
+        if not sources or not names:
+            return effect
+        kept = RESERVED, b"kept", b"%x" % ino
+        for row in names:
+            path = self._path(batch, row.parent, row.name)
+            if path is not None:
+                # The one of them that is there; after a batch that was abandoned it may be another than the rows say.
+                effect.steps += [Step(Action.LINK, path, other) for other in sorted({*sources, kept} - {path})]
+                effect.put(row.parent, row.name, ino, ino)
+        self._forget_kept(batch, effect, ino, unless=lambda row: False)
+        return effect
 
     def _metadata_step(self, path: Path, attributes: Attributes) -> Step:
         return Step(Action.ATTRIBUTES, path, metadata=self._metadata(attributes))

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tierfs.catalog import Catalog
+from tierfs.catalog import KEPT, Catalog
 from tierfs.migrator.steps import Batch
 from tierfs.tiers.beside import is_name
 
@@ -88,11 +88,12 @@ def decode(raw: bytes) -> Progress | None:
 def _check(batch: Batch) -> None:
     _number(batch.last)
     for (parent, name), row in batch.names.items():
-        if _number(parent) < 1 or not is_name(name) or (parent == 1 and name == b".tierfs"):
+        _number(parent, KEPT)
+        if not is_name(name) or (parent == 1 and name == b".tierfs"):
             raise ValueError("no name")
         if row is not None:
             _number(row.ino)
-            _number(row.occupant)
+            _number(row.occupant, -_MOST)
     for replica in batch.stored.values():
         _number(replica.ino)
         _number(replica.version)

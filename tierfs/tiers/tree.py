@@ -31,6 +31,8 @@ Path = tuple[bytes, ...]
 
 _RENAME_EXCHANGE = 2
 _ENTRY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+KEPT = b"kept"
+"""Directory in the private one that takes paths like any other: what is set aside (migrator.archive)."""
 _EXCHANGE = (b"exchange.", b"exchanged.", ASIDE)
 """Prefixes in the private directory: journal of a swap, the same once only its last rename is left, what is aside."""
 _REMEMBERED = 4096
@@ -47,7 +49,7 @@ class TreeStore(ArchiveRoot):
     # walking
 
     def _check(self, path: Path) -> None:
-        if path[:1] == (RESERVED,):
+        if path[:1] == (RESERVED,) and (len(path) < 2 or path[1] != KEPT):
             raise refusal(self.name, "the name .tierfs in the archive's root is reserved")
         for name in path:
             if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
