@@ -199,6 +199,29 @@ def test_names_of_any_kind_in_a_tier_of_replicas(names: list[str], kinds: list[s
         parts.close()
 
 
+def test_a_key_that_no_catalog_can_hold_is_no_replica(tmp_path: Path) -> None:
+    parts = assemble(tmp_path)
+    (tmp_path / "nvme" / "data" / "00").mkdir(exist_ok=True, mode=0o700)
+    for key in ("f" * 16 + "-1", "1-" + "f" * 16, "8" + "0" * 15 + "-1", "1" * 40 + "-" + "1" * 40):
+        (tmp_path / "nvme" / "data" / "00" / key).touch()
+    assert trio.run(reclaim_orphans, parts.catalog, parts.stores, lambda key: True) == 0
+    assert len(list((tmp_path / "nvme" / "data" / "00").iterdir())) == 4, "what is not tierfs's is left alone"
+    parts.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"1 2", b"\xff" * 40, b"-"])
+def test_a_damaged_journal_of_an_exchange_is_an_error_of_the_tier(tmp_path: Path, content: bytes) -> None:
+    store = TreeStore("archive", tmp_path)
+    store.prepare()
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / ".tierfs" / "tmp" / "exchange.7").write_bytes(content)
+    with pytest.raises(TierError, match=r"exchange .: Structure needs cleaning"):
+        store.exchange((b"a",), (b"b",), "7")
+    assert ((tmp_path / "a").read_text(), (tmp_path / "b").read_text()) == ("a", "b")
+    store.close()
+
+
 def plant(path: Path, kind: str, target: Path) -> None:
     with contextlib.suppress(FileExistsError):
         if kind == "file":

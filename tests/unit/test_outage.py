@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from tierfs.errors import NoAnswer, TierError
+from tierfs.errors import NoAnswer, SourceChanged, TierError
 from tierfs.fs import lanes
 from tierfs.fs.lanes import Beat, Lane
 from tierfs.migrator.outage import JITTER, RETRY_FIRST, RETRY_LAST, Breaker, Outages
@@ -186,6 +186,20 @@ def test_a_hung_tier_holds_a_bounded_number_of_threads_and_no_other_tiers() -> N
         at_virtual_times(main, 0.05)
     finally:
         gate.set()
+
+
+def test_what_ends_while_it_is_given_up_is_cleared_away_once() -> None:
+    """The thread is through, and who waited was told to go before the loop heard of it."""
+    seen: list[object] = []
+    call = lanes._Call(lambda: "made", seen.append, lambda: seen.append("back"))
+    assert call() == "made"
+    assert call.leave() is False
+    assert seen == ["made"]
+    never = lanes._Call(lambda: "made", seen.append, lambda: seen.append("back"))
+    assert never.leave() is False
+    with pytest.raises(SourceChanged):
+        never()
+    assert seen == ["made"]
 
 
 def test_signs_of_life_put_the_end_off() -> None:

@@ -239,8 +239,12 @@ def list_mounts() -> list[MountRecord]:
 
 def _ours(directory: Path) -> bool:
     """Whether what is in a directory can be believed: nobody else put it there. OSError when there is none."""
-    status = directory.lstat()
-    return stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.geteuid()) and not status.st_mode & stat.S_IWOTH
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+    finally:
+        os.close(fd)
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & stat.S_IWOTH
 
 
 def pid_alive(pid: int) -> bool:
