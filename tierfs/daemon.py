@@ -38,6 +38,7 @@ from tierfs.migrator.migrator import Migrator
 from tierfs.migrator.recovery import reclaim_orphans
 from tierfs.migrator.rollback import recover_lost_memory
 from tierfs.operations import UNDRAINED, Operations
+from tierfs.points import At, reach
 from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy
 from tierfs.report import Report, keep_report
@@ -166,6 +167,7 @@ class Daemon:
             kernel.close()
             if self.session and self.session.keeper_is_gone:
                 unmount_fuse(self.mountpoint, self._number)
+        reach(At.UMOUNT_DRAINED)
         await migrator.remove_discarded()
         complete = operations.everything_durable()
         if complete:
@@ -174,6 +176,7 @@ class Daemon:
         self.catalog.close()
         with trio.move_on_after(KEEP_SECONDS):
             await trio.to_thread.run_sync(self._keep_catalog, migrator.copies, abandon_on_cancel=True)
+        reach(At.UMOUNT_FOLDED)
         if complete:
             for mount in self.tiers.mounts:
                 try:

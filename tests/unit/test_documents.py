@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tierfs.points import POINTS
 from tierfs.policy.describe import remarks
 from tierfs.policy.load import parse_policy
 
 ROOT = Path(__file__).parents[2]
 SEMANTICS = ROOT / "docs" / "SEMANTICS.md"
+DURABILITY = ROOT / "docs" / "DURABILITY.md"
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 NAMED = re.compile(r"\[`(test_\w+)`\]")
 UNPROVEN = ("", "Not yet")
@@ -69,6 +71,20 @@ def test_the_check_itself_notices() -> None:
 def test_semantics_open_with_the_nine_promises() -> None:
     promises = [text for section, text in statements(SEMANTICS.read_text(encoding="utf-8")) if section == "Promises"]
     assert [text.split(" ")[0] for text in promises] == [f"{n}." for n in range(1, 10)]
+
+
+def test_every_point_at_which_tests_kill_is_documented_and_every_documented_one_exists() -> None:
+    named = re.findall(r"`([A-Z]+_[A-Z_]+)`", DURABILITY.read_text(encoding="utf-8"))
+    assert {name for name in named if not name.startswith("O_")} == {point.name for point in POINTS}
+
+
+def test_every_window_that_is_no_power_cut_names_its_point() -> None:
+    lines = DURABILITY.read_text(encoding="utf-8").splitlines()
+    tables = [line.split("|")[1:-1] for line in lines if line.startswith("|")]
+    windows = [cells for cells in tables if len(cells) == 3]
+    assert len(windows) > 40
+    assert [cells for cells in windows if not cells[2].strip() and "power cut" not in cells[0]] == []
+    assert [cells for cells in tables if len(cells) == 2 and cells[0].strip().startswith("crash")] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from tierfs.catalog.journal import SIZE, Journal, Record, Statement, paths
 from tierfs.catalog.schema import ADDED, FORMAT, SCHEMA
 from tierfs.errors import CatalogDamaged, CatalogError
+from tierfs.points import At, reach
 
 GROUP = 128
 """Operations per SQLite commit. One commit then takes a few ms, which a request may have to wait for."""
@@ -292,6 +293,7 @@ class Database:
             self._roll_back()
             self._commit_at = 2 * self._uncommitted  # each try executes all of them again
             raise CatalogError(f"catalog {self.path}: {error}") from error
+        reach(At.CATALOG_COMMITTED)
         self._uncommitted = 0
         self._commit_at = GROUP
         self._journal.begin(following)

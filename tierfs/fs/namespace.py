@@ -16,6 +16,7 @@ from tierfs.fs.admission import Ticket
 from tierfs.fs.caller import Caller
 from tierfs.fs.open_files import OpenFiles
 from tierfs.plan.placement import role_of
+from tierfs.points import At, reach
 from tierfs.types import ROOT_INO, Attributes, OpKind, ReplicaState
 
 NAME_MAX = 255
@@ -96,11 +97,13 @@ class Namespace:
                 made.append((replica.tier, replica.key, fd))
                 self.catalog.put_replica(replica)
                 change.record(caller.request, attributes.ino)
+                reach(At.CREATE_UNRECORDED)
         except BaseException:
             for tier, key, fd in made:
                 os.close(fd)
                 self.files.discard(tier, key)
             raise
+        reach(At.CREATE_RECORDED)
         inode = self.files.attach(replica, fd, rule, role)
         return self.files.add_handle(inode, flags, caller.uid), attributes
 
@@ -178,6 +181,8 @@ class Namespace:
         with self.catalog.transaction() as change:
             self._remove(parent, name, child, time.time_ns())
             change.record(caller.request)
+            reach(At.UNLINK_UNRECORDED)
+        reach(At.UNLINK_RECORDED)
 
     def rmdir(self, parent: int, name: bytes, caller: Caller) -> None:
         if self.answered(caller) is not None:
@@ -190,6 +195,8 @@ class Namespace:
         with self.catalog.transaction() as change:
             self._remove(parent, name, child, time.time_ns())
             change.record(caller.request)
+            reach(At.UNLINK_UNRECORDED)
+        reach(At.UNLINK_RECORDED)
 
     def _child(self, parent: int, name: bytes) -> Attributes:
         child = self.catalog.lookup(parent, name)
@@ -267,6 +274,8 @@ class Namespace:
             for child in renamed:
                 self.files.copies.renamed(child.ino)
             change.record(caller.request)
+            reach(At.RENAME_UNRECORDED)
+        reach(At.RENAME_RECORDED)
         if stat.S_ISDIR(moved.mode) or (other is not None and stat.S_ISDIR(other.mode)):
             self.catalog.forget_paths()
         self.files.changed()

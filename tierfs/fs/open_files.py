@@ -37,6 +37,7 @@ from tierfs.fs.mover import Mover
 from tierfs.fs.ports import Backing, Filling, LocalStore, Recall
 from tierfs.fs.space import Space
 from tierfs.plan.placement import Role, role_of
+from tierfs.points import At, reach
 from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy, Rule
 from tierfs.types import Attributes, Ino, OpKind, Replica, ReplicaState
@@ -331,10 +332,12 @@ class OpenFiles:
         freed = sum(r.size for r in self.catalog.replicas(attributes.ino) if self._goes_with(r))
         tier = self.place(rule, role, ticket, freed=freed, precious=attributes.size > 0)
         replica, fd = self.create_replica(attributes.ino, attributes.version + 1, rule, tier)
+        reach(At.REWRITE_UNRECORDED)
         with self.catalog.transaction():
             self.catalog.begin_version(attributes.ino, replica.version)
             self.catalog.put_replica(replica)
             self._drop_superseded(attributes.ino, replica.version)
+        reach(At.REWRITE_RECORDED)
         return self.attach(replica, fd, rule, role)
 
     async def _keep_last(self, replica: Replica, rule: Rule) -> Replica | None:
@@ -359,6 +362,7 @@ class OpenFiles:
                 self.catalog.put_replica(kept)
         inode.replica = new
         inode.snapshot = None
+        reach(At.APPEND_RECORDED)
 
     def _drop_superseded(self, ino: int, current: int) -> None:
         """Older versions go, except durable ones: those stay until the new one is as durable."""
@@ -445,6 +449,7 @@ class OpenFiles:
             else:
                 self.remove_content(ino)
                 self.catalog.drop_inodes([ino])
+            reach(At.NAME_FORGOTTEN)
         self.orphans.discard(ino)
 
     def _close_version(self, inode: OpenInode) -> None:
@@ -489,12 +494,14 @@ class OpenFiles:
     def close_version(self, replica: Replica, status: os.stat_result, rule: Rule) -> Replica:
         """The version is complete: record its size and times and queue its copies."""
         closed = replica._replace(state=ReplicaState.WRITTEN, size=status.st_size)
+        reach(At.CLOSE_UNRECORDED)
         now = time.time_ns()
         with self.catalog.transaction():
             self.catalog.put_replica(closed)
             named = self.catalog.close_content(replica.ino, status.st_size, status.st_blocks, status.st_mtime_ns)
             if named:
                 self.copies.queue(closed, rule, now)
+        reach(At.CLOSE_RECORDED)
         return closed
 
     def renew(self, attributes: Attributes) -> bool:

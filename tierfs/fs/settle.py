@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 
 from tierfs.fs.open_files import OpenFiles
+from tierfs.points import At, reach
 
 
 def settle(files: OpenFiles) -> None:
     """After `OpenFiles.adopt`: close every version that was open for writing and no longer is."""
+    reach(At.RESTART_ADOPTED)
     for replica in files.catalog.open_replicas():
         inode = files.inodes.get(replica.ino)
         if inode is not None and inode.writers:
@@ -26,3 +28,4 @@ def settle(files: OpenFiles) -> None:
             os.close(fd)
         if inode is not None:
             inode.replica = closed
+    reach(At.RESTART_SETTLED)

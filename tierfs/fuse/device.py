@@ -20,6 +20,7 @@ from tierfs.errors import FsError, TierfsError
 from tierfs.fs.caller import Caller
 from tierfs.fuse import wire
 from tierfs.fuse.handover import HandleTable, KeeperSession, OpenHandle
+from tierfs.points import At, reach
 
 log = logging.getLogger("tierfs.fuse")
 
@@ -113,6 +114,7 @@ class Device:
         """Answer until the mount ends, or `terminate`."""
         if self._resumed:
             self._write(wire.NOTIFY_RESEND)
+            reach(At.RESTART_RESENT)
         self._table.serving = os.getpid()
         with self._stop:
             async with trio.open_nursery() as nursery:
@@ -225,6 +227,7 @@ class Device:
     def _reply_opened(self, unique: int, opened: Opened) -> None:
         fh, ino, flags, backing_id, noflush, entry = opened
         self._table.add(OpenHandle(fh, ino, flags, backing_id, unique & ~wire.UNIQUE_RESEND))
+        reach(At.OPEN_UNANSWERED)
         body = entry + wire.open_out(fh, wire.FOPEN_NOFLUSH if noflush else 0, backing_id)
         if not self._write(wire.reply(unique, body)):
             self._server.closed(fh)

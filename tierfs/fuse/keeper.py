@@ -22,6 +22,7 @@ from types import FrameType
 from tierfs.errors import MountError
 from tierfs.fuse import wire
 from tierfs.fuse.handover import HandleTable, KeeperSession, KeeperState
+from tierfs.points import At, reach
 
 MS_NOSUID, MS_NODEV = 2, 4
 MNT_DETACH = 2
@@ -168,6 +169,7 @@ class Keeper:
         while True:
             self._start()
             code = self._reap()
+            reach(At.KEEPER_REAPED)
             served = self._handles.serving != 0
             self._was_ready = self._was_ready or served
             if code == 0:
@@ -194,6 +196,7 @@ class Keeper:
         for fd in kept:
             os.set_inheritable(fd, True)
         try:
+            reach(At.KEEPER_HANDED_OVER)
             successor(KeeperState(*kept, self._restarts))
         except OSError as error:
             self._log.error("cannot execute the program again (%s); the loaded one goes on", error)

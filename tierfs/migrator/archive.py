@@ -35,6 +35,7 @@ from tierfs.migrator import progress
 from tierfs.migrator.ahead import LOOK, deletes_ahead
 from tierfs.migrator.steps import Action, Batch, Effect, Metadata, Path, Step
 from tierfs.plan.retention import NEVER, frontier
+from tierfs.points import At, reach
 from tierfs.tiers.copies import CatalogCopies
 from tierfs.tiers.root import RESERVED
 from tierfs.tiers.tree import TreeStore
@@ -146,6 +147,7 @@ class Archive:
             if batch.steps:
                 with self.catalog.transaction():
                     self.catalog.put_intent(text)
+                reach(At.PUBLISH_PLANNED)
             self.pending = batch
             self._unlogged = self._progress(batch, text, {op.ino for op in operations if op.seq <= batch.last})
         if self.pending.steps:
@@ -191,6 +193,7 @@ class Archive:
             return
         self.catalog.sync()
         self.store.attach()
+        reach(At.PUBLISH_SYNCED)
         self._log()
         while self._settled:
             self.store.forget_exchange(self._settled[-1])
@@ -231,6 +234,7 @@ class Archive:
             self.catalog.drop_intent()
         self.pending = None
         self._settled += batch.exchanges
+        reach(At.PUBLISH_RECORDED)
 
     def abandon(self, batch: Batch) -> None:
         """Content of the batch was removed from the archive's temporary area by someone: plan again, without what is

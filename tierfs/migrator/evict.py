@@ -8,6 +8,7 @@ from typing import Protocol
 from tierfs.catalog import Catalog
 from tierfs.fs.open_files import OpenFiles
 from tierfs.plan.evict import Candidate, plan_evict
+from tierfs.points import At, reach
 from tierfs.policy.model import Keep, Policy
 from tierfs.types import Usage
 
@@ -93,4 +94,5 @@ class Evictor:
             return False
         with host.catalog.transaction():
             host.files.forget_replica(replica)
+        reach(At.EVICT_RECORDED)
         return True

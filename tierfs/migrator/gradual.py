@@ -32,6 +32,7 @@ import trio
 from tierfs.durable import TemporaryFile
 from tierfs.errors import FsError, SourceChanged, TierError
 from tierfs.migrator.transfer import STREAMS
+from tierfs.points import At, reach
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.beside import Describe
 from tierfs.tiers.copy import CHUNK, Destination, chunk_digest, read_chunk, tree_digest
@@ -349,6 +350,7 @@ class Recall:
             if not self._stopped:
                 self._destination.write(data, offset)
                 self._digests[index] = digest
+        reach(At.FILL_FETCHED)
         return True
 
     async def _finish(self, source: Replica) -> None:
@@ -365,7 +367,9 @@ class Recall:
         if not self._stopped:
             self._complete = True
             self._settle()
+            reach(At.FILL_NAMED)
             self.host.arrived(self, self.replica._replace(digest=digest))
+            reach(At.FILL_RECORDED)
             self._notify()
             await trio.to_thread.run_sync(self._leave)
         elif published and not self._complete:

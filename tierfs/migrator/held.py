@@ -11,6 +11,7 @@ from typing import Protocol
 from tierfs.catalog import Catalog
 from tierfs.fs.open_files import OpenFiles
 from tierfs.plan.retention import NEVER, frontier
+from tierfs.points import At, reach
 from tierfs.policy.model import Policy
 from tierfs.types import Replica, ReplicaState
 
@@ -69,6 +70,7 @@ class HeldDeletes:
                     else:
                         self._release_name(row.seq, row.ino, row.forgotten, limits)
             after = rows[-1].seq
+            reach(At.HELD_RELEASED)
         with catalog.transaction():
             catalog.drop_vouched(safe)
 

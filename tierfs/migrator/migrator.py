@@ -48,6 +48,7 @@ from tierfs.migrator.transfer import (
     unpublish,
 )
 from tierfs.plan.drain import SMALL, Pending, plan_drain
+from tierfs.points import At, reach
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.beside import describer
@@ -398,12 +399,15 @@ class Migrator:
             self._archive_full = False
             self.recaller.remember(source, copied.chunks)
             self.ready[transfer.ino, transfer.version] = Ready(copied.temp.name, source.size, copied.digest)
+            reach(At.PUBLISH_COPIED)
         else:
             store = self.stores[transfer.tier]
             describe = describer(beside(self.catalog, transfer.ino, transfer.version))
             publish = partial(publish_copy, store, copied, key, describe)
             await lane.run(publish, "publish", late=partial(unpublish, store, key))
+            reach(At.DRAIN_NAMED)
             self._landed(source, transfer.tier, key, copied.digest)
+            reach(At.DRAIN_RECORDED)
         self.outages.recovered(transfer.tier, transfer.key)
 
     def _tiers_below(self) -> list[str]:
@@ -481,6 +485,7 @@ class Migrator:
             await self.lanes[source.tier].run(sync, "fsync", patience=patience)
         except OSError as error:
             raise TierError.of(source.tier, "fsync", error) from error
+        reach(At.SETTLE_SYNCED)
         now = self.catalog.replica(source.ino, source.version, source.tier)
         if now == source:
             durable = source._replace(state=ReplicaState.DURABLE)
@@ -489,6 +494,7 @@ class Migrator:
                 self.catalog.put_replica(durable)
                 self.catalog.unqueue_drain(source.ino, source.version, source.tier)
                 self.held.supersede(durable, closed)
+            reach(At.SETTLE_RECORDED)
             inode = self.files.inodes.get(source.ino)
             if inode is not None and inode.replica == source:
                 inode.replica = self.catalog.replica(source.ino, source.version, source.tier) or inode.replica

@@ -27,6 +27,7 @@ from tierfs.migrator.outage import Outages
 from tierfs.migrator.scrub import Scrubber
 from tierfs.migrator.steps import Path
 from tierfs.migrator.transfer import recall_file
+from tierfs.points import At, reach
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.beside import Describe, describer
@@ -224,10 +225,12 @@ class Recaller:
         if attributes is None or attributes.version != replica.version or forgotten:
             self._host.files.discard(replica.tier, replica.key)
             raise FsError(errno.ENOENT)
+        reach(At.RECALL_NAMED)
         if self._host.policy.tier(replica.tier).persistent:
             replica = replica._replace(state=ReplicaState.DURABLE)
         with self._host.catalog.transaction():
             self._host.catalog.put_replica(replica)
+        reach(At.RECALL_RECORDED)
         return replica
 
     def opener(self, source: Replica) -> Callable[[], int]:
@@ -277,6 +280,7 @@ class Recaller:
             temp.discard()
             raise
         host.files.space.reserve(chosen, attributes.size)
+        reach(At.FILL_BEGUN)
         recall = Recall(
             source=source,
             replica=Replica(

@@ -12,6 +12,7 @@ import trio
 from tierfs.catalog import Catalog
 from tierfs.errors import TierError
 from tierfs.migrator.transfer import remove_files
+from tierfs.points import At, reach
 from tierfs.tiers.base import ReplicaStore
 
 log = logging.getLogger("tierfs.recovery")
@@ -31,8 +32,10 @@ async def reclaim_orphans(catalog: Catalog, stores: Mapping[str, ReplicaStore], 
             while chunk := await trio.to_thread.run_sync(_take, keys):
                 orphans = [(name, key) for key in chunk if not _named(catalog, name, key)]
                 if orphans:
+                    reach(At.ORPHANS_FOUND)
                     failed = await trio.to_thread.run_sync(remove_files, stores, orphans)
                     removed += len(orphans) - len(failed)
+                    reach(At.ORPHANS_REMOVED)
                 await trio.sleep(PAUSE)
         except OSError as error:
             log.info("tier %s: not searched for orphans: %s", name, error)

@@ -14,6 +14,7 @@ from tierfs.errors import CatalogError, TierError
 from tierfs.fs.lanes import Lanes
 from tierfs.migrator.outage import Outages
 from tierfs.migrator.transfer import remove_files
+from tierfs.points import At, reach
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
 
@@ -85,9 +86,11 @@ class Remover:
             if host.policy.tier(tier).persistent:
                 # After a power cut the catalog must not name bytes of which only the removal came through.
                 await host.sync()
+            reach(At.REMOVE_SYNCED)
             failed = await host.lanes[tier].run(
                 partial(remove_files, host.stores, [(tier, key) for key in keys]), "remove files"
             )
+            reach(At.REMOVE_DONE)
         except (CatalogError, OSError):  # said by whoever syncs the catalog now and then
             self._doomed[tier] += keys
             self._not_before = trio.current_time() + AGAIN_SECONDS

@@ -17,6 +17,7 @@ from tierfs.catalog import Catalog, Operation
 from tierfs.catalog.held import Held
 from tierfs.fs.open_files import OpenFiles
 from tierfs.plan.retention import NEVER, Change, Fact, Name, Rewound, frontier, rewind
+from tierfs.points import At, reach
 from tierfs.policy.model import Policy
 from tierfs.report import Lost, Report, RolledBack, Undone
 from tierfs.tiers.base import ReplicaStore
@@ -53,9 +54,12 @@ def recover_lost_memory(
         report.orphans_removed += len(present)
     if lost:
         with catalog.bulk():
+            reach(At.ROLLBACK_BEGUN)
             _Rollback(catalog, policy, files, storing, report).run(lost)
             if report:
                 keep(report)
+            reach(At.ROLLBACK_REPORTED)
+        reach(At.ROLLBACK_COMMITTED)
         catalog.forget_paths()
     elif report:
         keep(report)

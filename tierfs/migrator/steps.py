@@ -20,6 +20,7 @@ from typing import Any
 
 from tierfs.catalog import PublishedName
 from tierfs.errors import ContentMissing, TierError
+from tierfs.points import At, reach
 from tierfs.tiers.tree import TreeStore
 from tierfs.tiers.wrap import PASSING, TRIES
 from tierfs.types import Ino, Replica, ReplicaState
@@ -227,9 +228,12 @@ class Batch:
         again, self.again = self.again, True
         for number in range(len(self.steps)):
             _several_times(partial(self._take, number, store, again), partial(self._take, number, store, True), alive)
+            reach(At.PUBLISH_STEPPED)
+        reach(At.PUBLISH_TAKEN)
         directories = {path[:-1] for step in self.steps for path in step.touches}
         sync = partial(store.sync_directories, directories)
         _several_times(sync, sync, alive)
+        reach(At.PUBLISH_DURABLE)
 
     def _take(self, number: int, store: TreeStore, again: bool) -> None:
         step = self.steps[number]

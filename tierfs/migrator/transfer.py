@@ -11,6 +11,7 @@ from tierfs.durable import TemporaryFile
 from tierfs.errors import DigestMismatch, SourceChanged, TierError
 from tierfs.fs.lanes import Beat
 from tierfs.migrator.throttle import Throttle
+from tierfs.points import At, reach
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.beside import Describe
 from tierfs.tiers.copy import CHUNK, PipelinedCopy, Reading, copy_file, data_end, digest_file
@@ -159,8 +160,10 @@ def copy_to_store(
                     digests=chunks,
                 )
             transfer.beat(source.size)
+            reach(At.DRAIN_COPIED)
             if isinstance(target, TreeStore):
                 os.fsync(temp.fd)
+                reach(At.DRAIN_SYNCED)
             if not stable and digest_file(fd, source.size, cancelled=cancelled, throttle=transfer.beat) != digest:
                 raise DigestMismatch(f"inode {source.ino} changed while it was copied")
         except BaseException:
@@ -230,6 +233,7 @@ def recall_file(
             if source.digest is not None and digest != source.digest:
                 raise DigestMismatch(f"tier {source.tier}: inode {source.ino} does not have the bytes written to it")
             os.utime(temp.fd, ns=(mtime_ns, mtime_ns))
+            reach(At.RECALL_COPIED)
             if not cancel.is_set():
                 target.publish(temp, key, describe, digest)
             if cancel.is_set():

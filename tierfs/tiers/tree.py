@@ -22,6 +22,7 @@ import xxhash
 
 from tierfs.durable import create_temporary, fsync_directory
 from tierfs.errors import TierError
+from tierfs.points import At, reach
 from tierfs.tiers.base import DIRECTORY, failing_as, refusal, same_file
 from tierfs.tiers.root import ASIDE, RESERVED, ArchiveRoot, Held
 
@@ -207,6 +208,7 @@ class TreeStore(ArchiveRoot):
                 self._write_journal(held, journal, inode)
             elif before != inode:
                 return
+            reach(At.PUBLISH_EXCHANGE)
             if not _libc.renameat2(first[0], first[1], second[0], second[1], _RENAME_EXCHANGE):
                 return
             code = ctypes.get_errno()
@@ -324,6 +326,7 @@ class TreeStore(ArchiveRoot):
                 with self._parent("publish", path, create=True) as (parent, name):
                     self._apply(path, f"/proc/self/fd/{fd}", mode, uid, gid, mtime_ns, xattrs)
                     os.fsync(fd)
+                    reach(At.PUBLISH_CONTENT)
                     os.rename(temp, name, src_dir_fd=held.tmp, dst_dir_fd=parent)
                     if sync_dir:
                         fsync_directory(parent)
