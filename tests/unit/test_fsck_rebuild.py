@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.rebuilding import CALLER, World, policy_of
-from tierfs.catalog import Catalog
+from tierfs.catalog import KEPT, Catalog, MendableCatalog
 from tierfs.catalog.database import journals
 from tierfs.errors import MountError, UsageError
 from tierfs.fs.filesystem import Change
@@ -24,10 +24,11 @@ from tierfs.fsck import rebuild_all, restore_clean
 from tierfs.fsck.session import Report, catalog_path
 from tierfs.migrator import progress as batches
 from tierfs.migrator.keeping import keep_closed
+from tierfs.migrator.steps import Action, Batch, Effect, Step
 from tierfs.tiers.assembly import Tiers
 from tierfs.tiers.beside import SUFFIX, XATTR
 from tierfs.tiers.copies import CatalogCopies, parse_manifest
-from tierfs.types import ROOT_INO
+from tierfs.types import ROOT_INO, OpKind
 
 
 @pytest.fixture
@@ -131,6 +132,27 @@ def test_renames_and_deletes_that_the_archive_has_followed_are_not_forgotten(wor
     before = world.look()
     rebuilt(world, "memory", "nvme")
     assert world.look() == before
+
+
+def test_what_the_archive_has_set_aside_is_no_name_and_may_become_the_content_again(top: Path) -> None:
+    catalog = MendableCatalog(top / "catalog")
+    with catalog.transaction():
+        ino = catalog.add_inode(stat.S_IFREG | 0o644, 0, 0, 0).ino
+        batch = Batch(7)
+        effect = Effect([Step(Action.RENAME, (b"x",), (b".tierfs", b"kept", b"%x" % ino))])
+        effect.put(ROOT_INO, b"y", ino, 0)
+        effect.put(KEPT, b"%x" % ino, ino, -ino)
+        batch.add(7, effect)
+        logged = batches.decode(batches.encode(0, batch.encode(), []))
+        assert logged is not None
+        assert logged.batch.names == batch.names
+        for row in logged.batch.names.values():
+            assert row is not None
+            catalog.put_published(row.parent, row.name, row.ino, row.occupant)
+        catalog.names_from_archive()
+    assert catalog.all_entries(ino) == [(ROOT_INO, b"y")]
+    assert [(op.kind, op.ino) for op in catalog.operations(9)] == [(OpKind.ATTRIBUTES, ino)]
+    catalog.close()
 
 
 def test_names_that_the_archive_has_not_heard_of_are_those_of_the_copy(world: World) -> None:

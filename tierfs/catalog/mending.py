@@ -205,4 +205,6 @@ class MendableCatalog(Catalog):
             (first, KEPT),
         )
         self._write("UPDATE inodes SET nlink=0 WHERE ino<>1 AND ino NOT IN (SELECT ino FROM dentries)")
+        for row in self._run("SELECT DISTINCT ino FROM published WHERE occupant=-ino").fetchall():
+            self.log(OpKind.ATTRIBUTES, row[0], time.time_ns())  # what was set aside may be its content again
         self.forget_paths()

@@ -171,7 +171,7 @@ class Archive:
         for op in operations:
             first = self._leave_behind(batch, op)
             if first.steps and batch.accepts(first):
-                batch.add(batch.last, first)
+                batch.add(op.seq - 1, first)
             elif first.steps:
                 batch.split = True
                 break
