@@ -157,6 +157,22 @@ def test_what_the_archive_lost_is_made_there_again(world: World, how: str) -> No
     assert (world.top / "archive" / "run" / "step-1" / "model.pt").stat().st_nlink == 2
 
 
+def test_what_scrub_listed_as_damaged_is_not_listed_once_repaired(world: World) -> None:
+    ino = world.ino(b"best.pt")
+    (archived,) = [r for r in world.parts.catalog.replicas(ino) if r.tier == "archive"]
+    with world.parts.catalog.transaction():
+        world.parts.catalog.put_damage(archived, "does not have the bytes written to it", 1)
+
+    def damage() -> None:
+        with (world.top / "archive" / "best.pt").open("r+b") as file:
+            file.write(b"other bytes")
+
+    repaired(world, damage)
+    world.drain()
+    (archived,) = [r for r in world.parts.catalog.replicas(ino) if r.tier == "archive"]
+    assert not world.parts.catalog.is_damaged(archived)
+
+
 def test_a_file_changed_on_the_archive_alone_is_taken_as_it_is(world: World) -> None:
     for tier in ("memory", "nvme"):
         world_replica = replica(world, b"best.pt", tier)

@@ -304,6 +304,7 @@ class Repair:
             ]
             if good:  # `_replicas` has looked at them
                 with self.catalog.transaction():
+                    self.catalog.drop_damage(replica.ino, replica.version, replica.tier)
                     self.catalog.remove_replica(replica)
                     self._publish_again(attributes)
                 self.report.did("other bytes on the archive; to be copied there again", self._shown(replica.ino))
