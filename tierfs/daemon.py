@@ -174,9 +174,10 @@ class Daemon:
             for mount in self.tiers.mounts:
                 self.catalog.drop_tier(mount.name)
         self.catalog.close()
+        reach(At.UMOUNT_FOLDED)
         with trio.move_on_after(KEEP_SECONDS):
             await trio.to_thread.run_sync(self._keep_catalog, migrator.copies, abandon_on_cancel=True)
-        reach(At.UMOUNT_FOLDED)
+        reach(At.UMOUNT_KEPT)
         if complete:
             for mount in self.tiers.mounts:
                 try:

@@ -41,15 +41,16 @@ class At:
     CLOSE_RECORDED = Point("the version is WRITTEN and its copies are queued; none has begun")
 
     DRAIN_COPIED = Point("the bytes are in a temporary file of the target; nothing is synced")
-    DRAIN_SYNCED = Point("the temporary file is synced; it has no name")
     DRAIN_NAMED = Point("the copy on a local tier has its name, synced; the catalog does not name it")
     DRAIN_RECORDED = Point("the catalog has the replica DURABLE; it is not synced, older versions' bytes are there")
     SETTLE_SYNCED = Point("the replica on a persistent ack tier is synced; the catalog has it WRITTEN")
     SETTLE_RECORDED = Point("that replica is DURABLE in the catalog; which is not synced")
 
-    PUBLISH_COPIED = Point("content is in the archive's temporary area, synced; no batch brings it")
+    PUBLISH_READY = Point("content is in the archive's temporary area, synced; nobody knows")
+    PUBLISH_COPIED = Point("the migrator knows that this content is there; no batch brings it")
     PUBLISH_PLANNED = Point("the batch is stored in the catalog; which is not synced")
-    PUBLISH_SYNCED = Point("the catalog with the batch is synced; no step is taken")
+    PUBLISH_SYNCED = Point("the catalog with the batch is synced; the archive's log does not have it")
+    PUBLISH_LOGGED = Point("the batch is in the archive's log, synced; no step is taken")
     PUBLISH_CONTENT = Point("content has its attributes and is synced; it is not renamed over its name")
     PUBLISH_EXCHANGE = Point("the journal of an exchange is written; the names are not exchanged")
     PUBLISH_STEPPED = Point("one more step of the batch is taken; those after it are not")
@@ -83,7 +84,16 @@ class At:
     KEEPER_REAPED = Point("the daemon is dead and the keeper knows; the next one is not started")
     KEEPER_HANDED_OVER = Point("what the next program must know can be inherited; it is not executed")
     UMOUNT_DRAINED = Point("the mount ended and everything is drained; discarded bytes are there, the catalog is open")
-    UMOUNT_FOLDED = Point("the catalog is one file on stable storage; the memory tier is mounted")
+    UMOUNT_FOLDED = Point("the catalog is one file on stable storage; the archive has no copy of it as it is now")
+    COPY_NAMED = Point("a copy of the catalog is on the archive; its manifest is not")
+    COPY_UNDECLARED = Point("the copy has its manifest; nothing says that it is the catalog as it was closed")
+    UMOUNT_KEPT = Point("the copy is declared to be the catalog; the memory tier is mounted")
+
+    REBUILD_ASIDE = Point("what is left of a damaged catalog is in a directory of its own; no other is begun")
+    REBUILD_BASED = Point("the new catalog has what the newest copy and the log say; not what lies beside the replicas")
+    REBUILD_ADOPTED = Point("it has what the tiers say; it does not agree with all of them")
+    REBUILD_REPAIRED = Point("it is complete and closed; it does not have its name")
+    REBUILD_RENAMED = Point("the new catalog has its name; the archive has no copy of it")
 
 
 POINTS = tuple(point for point in vars(At).values() if isinstance(point, Point))

@@ -20,9 +20,12 @@ from typing import Any
 import pytest
 
 from tests.mount.conftest import Mounter, eventually
+from tierfs.control.protocol import MountRecord, mount_directory
 from tierfs.fsck import check_all
 from tierfs.points import POINTS, At, Point
 from tierfs.policy.load import load_policy
+from tierfs.report import read_reports
+from tierfs.state import CATALOG
 from tierfs.testing.mounting import TestMount, is_mounted
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs passthrough and a tmpfs of its own")
@@ -252,12 +255,13 @@ CASES = [
             At.CLOSE_RECORDED,
             At.CATALOG_COMMITTED,
             At.DRAIN_COPIED,
-            At.DRAIN_SYNCED,
+            At.PUBLISH_READY,
             At.DRAIN_NAMED,
             At.DRAIN_RECORDED,
             At.PUBLISH_COPIED,
             At.PUBLISH_PLANNED,
             At.PUBLISH_SYNCED,
+            At.PUBLISH_LOGGED,
             At.PUBLISH_CONTENT,
             At.PUBLISH_STEPPED,
             At.PUBLISH_TAKEN,
@@ -372,7 +376,17 @@ ENDS = [
     At.KEEPER_HANDED_OVER,
     At.UMOUNT_DRAINED,
     At.UMOUNT_FOLDED,
+    At.COPY_NAMED,
+    At.COPY_UNDECLARED,
+    At.UMOUNT_KEPT,
 ]
+
+
+def remember(mnt: TestMount) -> None:
+    """The processes that are about to die."""
+    record = MountRecord.read(mount_directory(mnt.path))
+    assert record.keeper_pid is not None
+    mnt.pids = {record.keeper_pid, record.daemon_pid}
 
 
 def bury(mnt: TestMount) -> None:
@@ -388,10 +402,9 @@ def test_a_mount_whose_end_was_cut_short_goes_on_from_its_memory(mnt: TestMount,
     """The keeper dies, or the daemon when it has no keeper to start another: nothing is lost, nothing to report."""
     work = Work(mnt, mnt.path / point.name)
     work.top.mkdir()
-    reports = len(recovered(mnt))
+    reports = len(read_reports(mnt.state))
     _written(work)
-    mnt.pids.clear()
-    mnt.status()
+    remember(mnt)
     if point is At.KEEPER_REAPED or point is At.KEEPER_HANDED_OVER:
         mnt.cli("pause", mnt.path)
     _rewrite(work)
@@ -409,6 +422,31 @@ def test_a_mount_whose_end_was_cut_short_goes_on_from_its_memory(mnt: TestMount,
     work.flush()
     assert is_on_archive(work)
     assert [report for report in recovered(mnt)[reports:] if amiss(report)] == []
+    end(mnt)
+
+
+# A rebuild of the catalog is killed.
+
+
+REBUILDS = [point for point in POINTS if point.name.startswith("REBUILD")]
+
+
+@pytest.mark.parametrize("point", REBUILDS, ids=lambda point: point.name)
+def test_a_rebuild_that_was_killed_is_done_by_the_next(mnt: TestMount, points: Points, point: Point) -> None:
+    work = Work(mnt, mnt.path / point.name)
+    work.top.mkdir()
+    _written(work)
+    _rename_over(work)
+    end(mnt)
+    for file in mnt.state.glob(f"{CATALOG}*"):
+        file.unlink()
+    points.arm(point)
+    assert mnt.cli("fsck", "--rebuild", mnt.config, check=False).code == -signal.SIGKILL
+    assert points.reached
+    if point is not At.REBUILD_RENAMED:
+        mnt.cli("fsck", "--rebuild", mnt.config)
+    mnt.mount()
+    assert tree(work.top) == work.files
     end(mnt)
 
 
@@ -571,7 +609,7 @@ LOSSES = [
     ),
     *((point, 1) for point in (At.HELD_RELEASED, At.REMOVE_SYNCED, At.REMOVE_DONE, At.CATALOG_COMMITTED)),
     (At.CLOSE_RECORDED, 2),
-    (At.DRAIN_SYNCED, 3),
+    (At.PUBLISH_READY, 3),
     (At.DRAIN_NAMED, 2),
     (At.DRAIN_RECORDED, 2),
     (At.DRAIN_RECORDED, 3),
@@ -587,9 +625,9 @@ def prepare(mnt: TestMount, name: str) -> Path:
     top.mkdir()
     for file in BEFORE:
         (top / file).write_bytes(content(file, 1))
-    mnt.flush()
-    mnt.pids.clear()
-    mnt.status()
+    for file in BEFORE:
+        os.setxattr(top / file, "user.tierfs.flush", b"")
+    remember(mnt)
     return top
 
 
@@ -612,12 +650,23 @@ def check_recovered(mnt: TestMount, history: History, reports: list[dict[str, An
     end(mnt)
 
 
-@pytest.mark.parametrize(("point", "time"), LOSSES, ids=lambda value: getattr(value, "name", value))
+def is_slow(point: Point, time: int) -> bool:
+    """Not much differs from another one."""
+    return time > 1 or point.name.startswith(("OPEN", "CREATE", "REWRITE"))
+
+
+@pytest.mark.parametrize(
+    ("point", "time"),
+    [
+        pytest.param(point, time, marks=[pytest.mark.slow] if is_slow(point, time) else [], id=f"{point.name}-{time}")
+        for point, time in LOSSES
+    ],
+)
 def test_the_memory_tier_lost_at_any_step_leaves_a_legal_older_tree(
     mnt: TestMount, points: Points, point: Point, time: int
 ) -> None:
     top = prepare(mnt, f"lost-{point.name}-{time}")
-    reports = len(recovered(mnt))
+    reports = len(read_reports(mnt.state))
     points.arm(point, time=time, both=True)
     history = play(top)
     eventually(lambda: points.reached)
@@ -631,7 +680,7 @@ def test_the_memory_tier_lost_at_any_step_leaves_a_legal_older_tree(
 )
 def test_a_recovery_that_was_killed_is_done_by_the_next_mount(mnt: TestMount, points: Points, point: Point) -> None:
     top = prepare(mnt, f"twice-{point.name}")
-    reports = len(recovered(mnt))
+    reports = len(read_reports(mnt.state))
     points.arm(At.DRAIN_RECORDED, both=True)
     history = play(top)
     eventually(lambda: points.reached)
@@ -648,6 +697,6 @@ def test_a_recovery_that_was_killed_is_done_by_the_next_mount(mnt: TestMount, po
 
 
 def test_every_point_is_struck() -> None:
-    struck = {case.point for case in CASES} | {point for point, _ in LOSSES} | set(ENDS)
+    struck = {case.point for case in CASES} | {point for point, _ in LOSSES} | {*ENDS, *REBUILDS}
     struck |= {point for point in POINTS if point.name.startswith(("ROLLBACK", "ORPHANS"))}
     assert struck == set(POINTS)

@@ -234,7 +234,7 @@ class World:
     def problems(self) -> list[dict[str, Any]]:
         """What fsck says of a mount on which nothing is lost."""
         trio.run(self.parts.migrator.remove_discarded)
-        tree = self.parts.tree.root
+        tree = self.parts.tree
         return list(check_tiers(self.parts.catalog, self.parts.stores, tree, lambda done, total, what: None))
 
     def check(self) -> None:

@@ -11,8 +11,9 @@ import trio
 from held_world import CALLER, World, inside
 
 from tierfs.catalog.journal import Journal, Statement
+from tierfs.fs.namespace import RENAME_EXCHANGE
 from tierfs.report import Lost, Report, RolledBack, Undone
-from tierfs.types import Usage
+from tierfs.types import ROOT_INO, Usage
 
 STACKS = {"memory, nvme, archive": ("nvme",), "memory, archive": (), "memory, nvme, disk, archive": ("nvme", "disk")}
 OLD, NEW, OTHER = b"old" * 100, b"brand new", b"other" * 10
@@ -414,6 +415,21 @@ def test_a_loss_during_the_recovery_of_a_loss_is_recovered_from(world: World, mo
     world.start()
     assert world.read("old") == OLD
     assert world.report.undone == [Undone("unlink", "old")]
+    world.unlink("new")
+    world.check()
+
+
+@pytest.mark.parametrize("directory", [False, True], ids=["files", "with a directory"])
+def test_an_exchange_that_is_undone_is_reported_for_both(world: World, directory: bool) -> None:
+    world.write("a", OLD)
+    world.mkdir("b") if directory else world.write("b", OTHER)
+    world.durable("a", *([] if directory else ["b"]))
+    world.write("new", NEW)
+    a, b = world.ino("a"), world.ino("b")
+    world.parts.names.rename(ROOT_INO, b"a", ROOT_INO, b"b", RENAME_EXCHANGE, CALLER)
+    report = world.reboot()
+    assert (world.ino("a"), world.ino("b")) == (a, b)
+    assert report.undone == [Undone("rename", "a", "b"), Undone("rename", "b", "a")]
     world.unlink("new")
     world.check()
 

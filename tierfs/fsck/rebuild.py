@@ -26,6 +26,7 @@ from tierfs.fsck.session import Progress, Report, catalog_path, has_catalog, ope
 from tierfs.migrator import progress as batches
 from tierfs.migrator.archive import Archive
 from tierfs.migrator.keeping import keep_closed
+from tierfs.points import At, reach
 from tierfs.policy.model import Policy
 from tierfs.tiers.assembly import Tiers
 from tierfs.tiers.base import DIRECTORY
@@ -47,11 +48,14 @@ def rebuild_all(policy: Policy, progress: Progress) -> Report:
         report.facts["why"] = damage
         _discard(path.with_name(REBUILDING))
         report.facts["kept_aside"] = _keep_aside(path)
+        reach(At.REBUILD_ASIDE)
         copies = CatalogCopies(tiers.tree)
         copies.forget_clean()
         catalog, horizon = _base(policy, tiers, copies, owner, report)
         try:
+            reach(At.REBUILD_BASED)
             Adoption(catalog, policy, tiers, report, progress, horizon, time.time_ns()).run()
+            reach(At.REBUILD_ADOPTED)
             Repair(catalog, policy, tiers, copies, report, progress).run()
             report.facts["files"] = catalog.count_files()
             tiers.check_catalog(catalog.uuid, (), claim=True)
@@ -60,8 +64,10 @@ def rebuild_all(policy: Policy, progress: Progress) -> Report:
             catalog.close()
         for journal in journals(catalog.path):
             journal.unlink(missing_ok=True)
+        reach(At.REBUILD_REPAIRED)
         os.rename(catalog.path, path)
         _sync(path.parent)
+        reach(At.REBUILD_RENAMED)
         keep_closed(path, catalog.uuid, catalog.seq, copies)
         (path.parent / REPORT).write_text(json.dumps(report.as_json(), indent=2) + "\n")
         return report

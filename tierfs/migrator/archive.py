@@ -195,6 +195,7 @@ class Archive:
         self.store.attach()
         reach(At.PUBLISH_SYNCED)
         self._log()
+        reach(At.PUBLISH_LOGGED)
         while self._settled:
             self.store.forget_exchange(self._settled[-1])
             self._settled.pop()

@@ -13,6 +13,7 @@ import trio
 from tierfs.catalog import Catalog, discard_snapshot, take_snapshot
 from tierfs.errors import CatalogDamaged, CatalogError, TierError
 from tierfs.fs.lanes import Beat, Lane
+from tierfs.points import At, reach
 from tierfs.tiers.copies import LOG_BYTES, CatalogCopies
 
 log = logging.getLogger("tierfs.catalog")
@@ -84,6 +85,7 @@ def keep_closed(path: Path, uuid: str, seq: int, copies: CatalogCopies) -> bool:
     try:
         copies.begin()
         manifest = copies.put(path, copies.advance(), uuid, seq, time.time_ns())
+        reach(At.COPY_UNDECLARED)
         copies.declare_clean(manifest)
     except (OSError, TierError) as error:
         log.info("%s; the archive keeps the copy of the catalog from before", error)

@@ -156,6 +156,7 @@ class _Rollback:
         names = [(row.ino, (row.parent, row.name)) for row in earlier]
         rewound = rewind(changes, self._lookup, catalog.names_of, self._fact, names)
         affected = {change.ino for change in changes} | {row.ino for row in held if row.seq > first or row in earlier}
+        affected |= set(rewound.names.values()) - {0}  # an exchange names one of its two files
         self._before = {ino: self._paths_of(ino) for ino in affected}
         for ino in rewound.dropped:
             paths.setdefault(ino, self._path(ino))

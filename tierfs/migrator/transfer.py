@@ -163,7 +163,7 @@ def copy_to_store(
             reach(At.DRAIN_COPIED)
             if isinstance(target, TreeStore):
                 os.fsync(temp.fd)
-                reach(At.DRAIN_SYNCED)
+                reach(At.PUBLISH_READY)
             if not stable and digest_file(fd, source.size, cancelled=cancelled, throttle=transfer.beat) != digest:
                 raise DigestMismatch(f"inode {source.ino} changed while it was copied")
         except BaseException:

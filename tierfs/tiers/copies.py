@@ -28,6 +28,7 @@ import xxhash
 
 from tierfs.durable import create_temporary, fsync_directory
 from tierfs.errors import TierError
+from tierfs.points import At, reach
 from tierfs.tiers.base import failing_as, open_directory
 from tierfs.tiers.root import RESERVED, ArchiveRoot
 
@@ -155,6 +156,7 @@ class CatalogCopies:
             finally:
                 temp.discard()
             manifest = Manifest(number, size, hasher.hexdigest(), uuid, seq, at_ns)
+            reach(At.COPY_NAMED)
             self._write(directory, b"copy-%d.json" % number, json.dumps({"format": FORMAT, **asdict(manifest)}))
             self._rotate(directory)
         return manifest
