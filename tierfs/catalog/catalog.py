@@ -101,7 +101,11 @@ class Catalog(Deadlines, HeldQueries, Damaged):
                 "WITH RECURSIVE below(ino) AS (VALUES(1) UNION SELECT d.ino FROM dentries d JOIN below b"
                 " ON d.parent=b.ino) SELECT i.ino FROM inodes i WHERE i.nlink>0 AND i.ino NOT IN below",
             ),
-            ("a replica without an inode", "SELECT ino FROM replicas WHERE ino NOT IN (SELECT ino FROM inodes)"),
+            (  # what the archive has of a deleted file stays until the delete has its turn there
+                "a replica without an inode",
+                "SELECT ino FROM replicas WHERE ino NOT IN (SELECT ino FROM inodes)"
+                " AND NOT (key = '' AND ino IN (SELECT ino FROM published))",
+            ),
             (
                 "no replica of the current version",
                 "SELECT i.ino FROM inodes i WHERE (i.mode & 61440) = 32768 AND i.nlink > 0 AND NOT EXISTS"
