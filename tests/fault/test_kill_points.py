@@ -681,7 +681,8 @@ def test_the_memory_tier_lost_at_any_step_leaves_a_legal_older_tree(
 def test_a_recovery_that_was_killed_is_done_by_the_next_mount(mnt: TestMount, points: Points, point: Point) -> None:
     top = prepare(mnt, f"twice-{point.name}")
     reports = len(read_reports(mnt.state))
-    points.arm(At.DRAIN_RECORDED, both=True)
+    mnt.cli("pause", mnt.path)  # so that there is something to take back
+    points.arm(At.UNLINK_RECORDED, both=True)
     history = play(top)
     eventually(lambda: points.reached)
     lose_memory(mnt)
