@@ -10,6 +10,7 @@ import os
 import string
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,8 +189,7 @@ def test_names_of_any_kind_in_a_tier_of_replicas(names: list[str], kinds: list[s
         parts = assemble(Path(top) / "world")
         root = Path(top) / "world" / "nvme"
         for index, (name, kind) in enumerate(zip(names, kinds, strict=False)):
-            where = root / ["data", "tmp", "data/00"][index % 3]
-            where.mkdir(exist_ok=True, mode=0o700)
+            where = [root / "data", root / "tmp", home(root, name)][index % 3]
             plant(where / name, kind, Path(top) / "outside")
         store = parts.stores["nvme"]
         keys = list(store.keys())
@@ -201,11 +201,14 @@ def test_names_of_any_kind_in_a_tier_of_replicas(names: list[str], kinds: list[s
 
 def test_a_key_that_no_catalog_can_hold_is_no_replica(tmp_path: Path) -> None:
     parts = assemble(tmp_path)
-    (tmp_path / "nvme" / "data" / "00").mkdir(exist_ok=True, mode=0o700)
-    for key in ("f" * 16 + "-1", "1-" + "f" * 16, "8" + "0" * 15 + "-1", "1" * 40 + "-" + "1" * 40):
-        (tmp_path / "nvme" / "data" / "00" / key).touch()
+    planted = [
+        home(tmp_path / "nvme", key) / key
+        for key in ("f" * 16 + "-1", "1-" + "f" * 16, "8" + "0" * 15 + "-1", "1" * 40 + "-" + "1" * 40)
+    ]
+    for path in planted:
+        path.touch()
     assert trio.run(reclaim_orphans, parts.catalog, parts.stores, lambda key: True) == 0
-    assert len(list((tmp_path / "nvme" / "data" / "00").iterdir())) == 4, "what is not tierfs's is left alone"
+    assert all(path.exists() for path in planted), "what is not tierfs's is left alone"
     parts.close()
 
 
@@ -220,6 +223,13 @@ def test_a_damaged_journal_of_an_exchange_is_an_error_of_the_tier(tmp_path: Path
         store.exchange((b"a",), (b"b",), "7")
     assert ((tmp_path / "a").read_text(), (tmp_path / "b").read_text()) == ("a", "b")
     store.close()
+
+
+def home(root: Path, key: str) -> Path:
+    """The directory in which a replica of this key would be."""
+    found = root / "data" / f"{zlib.crc32(os.fsencode(key)) & 0xFF:02x}"
+    found.mkdir(exist_ok=True, mode=0o700)
+    return found
 
 
 def plant(path: Path, kind: str, target: Path) -> None:
