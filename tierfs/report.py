@@ -32,11 +32,13 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A file of which no bytes are left; reading it fails with EIO."""
+    """A file of which no bytes are left; if it has a name, reading it fails with EIO."""
 
     path: str
     version: int
+    """0: unknown."""
     size: int
+    """0, too, of a file that had been deleted and whose directory is back without it."""
 
     def __str__(self) -> str:
         return f"lost: {self.path} had bytes in memory only"

@@ -15,7 +15,7 @@ from assembled import Parts, assemble
 from tierfs.fs.caller import Caller
 from tierfs.fs.filesystem import Change
 from tierfs.fs.settle import settle
-from tierfs.fsck import check_tiers
+from tierfs.fsck import check_queued, check_tiers
 from tierfs.migrator.recovery import reclaim_orphans
 from tierfs.migrator.rollback import recover_lost_memory
 from tierfs.migrator.transfer import Transfer
@@ -235,7 +235,9 @@ class World:
         """What fsck says of a mount on which nothing is lost."""
         trio.run(self.parts.migrator.remove_discarded)
         tree = self.parts.tree
-        return list(check_tiers(self.parts.catalog, self.parts.stores, tree, lambda done, total, what: None))
+        catalog, policy = self.parts.catalog, self.parts.files.policy
+        problems = check_tiers(catalog, self.parts.stores, tree, lambda done, total, what: None)
+        return [*problems, *check_queued(catalog, policy)]
 
     def check(self) -> None:
         """Nothing contradicts itself, and drained it is the same everywhere."""

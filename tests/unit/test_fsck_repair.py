@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit.rebuilding import World
 from tierfs.errors import MountError
+from tierfs.fs.copies import drains_of
 from tierfs.fsck import repair_all
 from tierfs.fsck.session import Report, catalog_path
 from tierfs.state import state_lock
@@ -251,6 +252,22 @@ def test_what_is_not_durable_is_queued_again(world: World) -> None:
     world.close()
     execute(world, "DELETE FROM drains", "DELETE FROM oplog WHERE kind=5")
     assert repair_all(world.policy, lambda done, total, what: None).problems == []
+    world.reopen()
+    world.drain()
+    assert (world.top / "archive" / "run" / "new").read_bytes() == b"new"
+
+
+def test_what_is_neither_archived_nor_queued_is_named(world: World) -> None:
+    world.write(b"run/new", b"new")
+    with world.parts.catalog.transaction():
+        world.parts.catalog.remember_drains(drains_of(world.policy))
+    world.close()
+    assert world.problems() == []
+    execute(world, "DELETE FROM oplog WHERE kind=5")
+    what = {"severity": "error", "what": "neither on the archive nor queued for it", "path": "run/new"}
+    assert world.problems() == [what]
+    assert repair_all(world.policy, lambda done, total, what: None).problems == []
+    assert world.problems() == []
     world.reopen()
     world.drain()
     assert (world.top / "archive" / "run" / "new").read_bytes() == b"new"

@@ -332,11 +332,69 @@ def test_saves_that_delete_the_one_before_faster_than_they_are_drained(world: Wo
     report = world.reboot()
     assert world.files() == ["1/model", "4/model"]
     assert world.read("1/model") == OLD
-    undone = [Undone("rmdir", "1"), Undone("unlink", "1/model"), Undone("rmdir", "3")]
-    assert found(report) == ([], [Lost("4/model", 1, 1)], undone)
+    undone = [Undone("rmdir", "1"), Undone("unlink", "1/model"), Undone("rmdir", "2")]
+    assert found(report) == ([], [Lost("2/model", 1, 0), Lost("4/model", 1, 1)], undone)
     world.unlink("4/model")
     world.check()
     assert world.archived() == {"1/model": OLD}
+
+
+@pytest.mark.parametrize("published", [False, True], ids=["archive as it was", "archive has followed"])
+def test_a_pointer_replaced_again_and_again_is_the_durable_one_everywhere(world: World, published: bool) -> None:
+    """Each but the last was replaced before it was durable. The archive has, or gets, what the mount shows."""
+    world.write("latest", OLD)
+    world.durable("latest")
+    for number in range(2, 5):
+        world.write("l", b"%d" % number)
+        world.rename("l", "latest")
+        if published:
+            world.settle()
+            world.replay()
+    report = world.reboot()
+    assert world.files() == ["l", "latest"]
+    assert world.read("latest") == OLD
+    undone = [Undone("rename", "l", "latest"), Undone("replace", "latest")]
+    assert found(report) == ([], [Lost("l", 1, 1)], undone)
+    assert world.archived() == {"latest": OLD}
+    world.replay()
+    assert world.archived() == {"latest": OLD}
+    world.unlink("l")
+    world.check()
+    assert world.archived() == {"latest": OLD}
+
+
+def test_a_directory_renamed_into_place_does_not_vouch_for_files_that_are_gone(world: World) -> None:
+    """Although it was deleted itself, before the files in it were durable."""
+    world.mkdir("ck-1")
+    world.write("ck-1/0", OLD)
+    world.write("latest", b"1")
+    world.durable("ck-1/0", "latest")
+    world.mkdir("tmp-2")
+    world.write("tmp-2/0", OTHER)
+    world.durable("tmp-2/0")
+    world.write("tmp-2/1", NEW)
+    world.rename("tmp-2", "ck-2")
+    world.save("latest", b"2")
+    world.unlink("ck-1/0")
+    world.rmdir("ck-1")
+    world.mkdir("tmp-3")
+    world.write("tmp-3/0", b"three")
+    world.rename("tmp-3", "ck-3")
+    world.save("latest", b"3")
+    for name in ("ck-2/0", "ck-2/1"):
+        world.unlink(name)
+    world.rmdir("ck-2")
+    world.settle()
+    world.replay()
+    report = world.reboot()
+    assert world.files() == ["ck-1/0", "latest", "latest.tmp", "tmp-2/0", "tmp-3/0"]
+    assert (world.read("latest"), world.read("ck-1/0"), world.read("tmp-2/0")) == (b"1", OLD, OTHER)
+    lost = [Lost("latest.tmp", 1, 1), Lost("tmp-2/1", 1, 0), Lost("tmp-3/0", 1, 5)]
+    assert sorted(report.lost, key=lambda entry: entry.path) == lost
+    for name in ("latest.tmp", "tmp-3/0"):
+        world.unlink(name)
+    world.check()
+    assert world.archived() == {"ck-1/0": OLD, "latest": b"1", "tmp-2/0": OTHER}
 
 
 def test_saves_that_delete_the_one_before_let_go_once_one_is_drained(world: World) -> None:

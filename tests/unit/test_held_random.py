@@ -29,7 +29,7 @@ EVENTS = st.one_of(
     DRAIN,
     st.tuples(st.sampled_from(["mkdir", "rmdir", "rename", "rename", "rename"]), NAMES, NAMES),
     st.tuples(st.sampled_from(["replay", "replay", "settle", "restart"])),
-    st.tuples(st.just("reboot")),
+    st.tuples(st.sampled_from(["reboot", "durable"])),
 )
 Tree = dict[str, tuple[int, bytes | None]]
 """Path → (inode, content); None for directories."""
@@ -50,11 +50,13 @@ class History:
     contents: dict[int, bytes] = field(default_factory=dict)
     """Inode → bytes at its last close."""
     closed: dict[bytes, int] = field(default_factory=dict)
-    """Content → event at which it was closed."""
+    """Content → the first state after its close."""
     durable: set[bytes] = field(default_factory=set)
     """Contents that were on a persistent tier at some time."""
     states: list[Tree] = field(default_factory=list)
-    """The names before each event, since the last loss."""
+    """The names before each step, since the last loss."""
+    marks: list[int] = field(default_factory=list)
+    """The last operation before each of them."""
     writes: int = 0
 
     def tree(self) -> Tree:
@@ -74,8 +76,13 @@ class History:
         for tier in self.world.persistent:
             self.durable.update(self.world.on(tier))
 
-    def happen(self, event: tuple[object, ...]) -> None:
+    def mark(self) -> None:
+        catalog = self.world.parts.catalog
         self.states.append(self.tree())
+        self.marks.append(max(catalog.last_operation(), catalog.archived))
+
+    def happen(self, event: tuple[object, ...]) -> None:
+        self.mark()
         match event:
             case ("reboot",):
                 self.reboot()
@@ -83,6 +90,8 @@ class History:
                 self.drain(which, self.world.persistent[level % len(self.world.persistent)])
             case ("replay",):
                 self.world.replay()
+            case ("durable",):
+                self.world.drain_all()
             case ("settle",):
                 self.world.settle()
             case ("restart",):
@@ -104,11 +113,13 @@ class History:
                 if kind == "save" and world.find(path + ".tmp") is None:
                     world.write(path + ".tmp", data)
                     self.contents[world.ino(path + ".tmp")] = data
+                    self.closed[data] = len(self.states)
+                    self.mark()
                     world.rename(path + ".tmp", path)
                 else:
                     world.write(path, data, truncate=kind != "append")
                     self.contents[world.ino(path)] = data
-                self.closed[data] = len(self.states)
+                    self.closed[data] = len(self.states)
             case "unlink" if there is not None and not directory:
                 world.unlink(path)
             case "mkdir":
@@ -138,7 +149,7 @@ class History:
         before = self.states[-1]
         lost = [content for _, content in before.values() if content is not None and content not in self.durable]
         lost = [content for content in lost if content in self.closed]
-        first = min((self.closed[content] for content in lost), default=None)
+        first = self.first_loss([self.closed[content] for content in lost])
         report = self.world.reboot()
         after: Tree = {}
         unreadable: list[str] = []
@@ -150,7 +161,7 @@ class History:
             assert after == before
             assert (report.rolled_back, report.lost, report.undone) == ([], [], [])
         else:
-            self.check_prefix(self.states[first] if first < len(self.states) else before, after)
+            self.check_prefix(self.states[first], after)
         self.check_later(before, after)
         assert sorted(entry.path for entry in report.lost if entry.path in after) == sorted(unreadable)
         was = names(before)
@@ -164,8 +175,26 @@ class History:
         for ino, content in after.values():
             if content:
                 self.contents[ino] = content
-        self.states = [self.tree()]
+        self.states, self.marks = [], []
+        self.mark()
         self.closed = {}
+
+    def first_loss(self, lost: list[int]) -> int | None:
+        """The state that the names go back to. A file that was deleted after a loss is one, unless it was durable; and
+        the archive does not go back."""
+        if not lost:
+            return None
+        first = min(lost)
+        for number in range(len(self.states) - 1, 0, -1):
+            gone = dict(self.states[number - 1].values())
+            for ino in gone.keys() - dict(self.states[number].values()).keys():
+                content = gone[ino]
+                if number > first and content in self.closed and content not in self.durable:
+                    first = min(first, self.closed[content])
+        archived = self.world.parts.catalog.archived
+        while first + 1 < len(self.states) and self.marks[first] < archived:
+            first += 1
+        return first
 
     def after(self) -> Tree:
         """As `tree`, but what can be read; b"" for what cannot."""

@@ -179,6 +179,18 @@ class HeldQueries(Database):
             "SELECT seq, ino, version FROM drains UNION ALL SELECT seq, ino, arg FROM oplog WHERE kind=5"
         ).fetchall()
 
+    def unqueued(self, archive: str) -> list[int]:
+        """Closed files with a name that a local tier has and ``archive`` has not, nor waits for."""
+        rows = self._run(
+            "SELECT i.ino FROM inodes i WHERE (i.mode & 61440)=32768 AND i.nlink>0"
+            " AND EXISTS (SELECT 1 FROM replicas r WHERE r.ino=i.ino AND r.version=i.version AND r.state<>?)"
+            " AND NOT EXISTS (SELECT 1 FROM replicas r WHERE r.ino=i.ino AND r.version=i.version AND"
+            " (r.tier=? OR r.state=?))"
+            " AND NOT EXISTS (SELECT 1 FROM oplog o WHERE o.kind=5 AND o.ino=i.ino AND o.arg=i.version)",
+            (int(ReplicaState.OPEN), archive, int(ReplicaState.OPEN)),
+        )
+        return [row[0] for row in rows]
+
     # versions that were replaced
 
     def keep_version(self, ino: int) -> None:

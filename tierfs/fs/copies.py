@@ -111,8 +111,7 @@ class Copies:
             await self._rules_changed.wait()
 
     async def _follow_rules(self) -> None:
-        tiers, rules = self._files.policy.tiers, self._files.policy.rules
-        drains = repr(([tier.name for tier in tiers], [(rule.match, rule.ack, rule.lowest) for rule in rules]))
+        drains = drains_of(self._files.policy)
         if self._files.catalog.drains == drains:
             return
         after = 0
@@ -134,6 +133,12 @@ class Copies:
         if names.index(rule.lowest) >= names.index(tier):
             return tier
         return rule.lowest if self._files.policy.tier(rule.lowest).persistent else None
+
+
+def drains_of(policy: Policy) -> str:
+    """What decides which tiers a file is copied to."""
+    rules = [(rule.match, rule.ack, rule.lowest) for rule in policy.rules]
+    return repr(([tier.name for tier in policy.tiers], rules))
 
 
 def due(now: int, rule: Rule) -> int:

@@ -10,7 +10,9 @@ from typing import TypeVar
 
 from tierfs.catalog import Catalog, PublishedName
 from tierfs.errors import SourceChanged, TierError
+from tierfs.fs.copies import drains_of
 from tierfs.fsck.session import Progress, catalog_path, has_catalog, opened
+from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import OWNER, ReplicaStore
 from tierfs.tiers.copy import digest_file
@@ -40,6 +42,8 @@ def check_all(policy: Policy, progress: Progress, *, data: bool = False) -> list
         try:
             tiers.check_catalog(catalog.uuid, (), claim=False)
             problems = check_tiers(catalog, tiers.stores, tiers.tree, progress)
+            if catalog.drains == drains_of(policy):  # else the next mount queues what the rules want of every file
+                problems += check_queued(catalog, policy)
             return problems + check_data(catalog, tiers.stores, tiers.tree, progress) if data else problems
         finally:
             catalog.close()
@@ -125,6 +129,18 @@ def _archive(catalog: Catalog, tree: TreeStore, published: Iterable[PublishedNam
             if archived and replica.size != status.st_size:
                 what = f"archive has {status.st_size} bytes, not {replica.size}"
                 problems.append({"severity": "error", "what": what, "path": shown})
+    return problems
+
+
+def check_queued(catalog: Catalog, policy: Policy) -> list[Problem]:
+    """Files that belong on the archive and would never come there."""
+    archive, matcher = policy.tiers[-1].name, RuleMatcher(policy.rules)
+    problems = []
+    for ino in catalog.unqueued(archive):
+        path = b"/".join(catalog.path_of(ino) or (b"?",))
+        if matcher.rule_for(path)[1].lowest == archive:
+            what = "neither on the archive nor queued for it"
+            problems.append({"severity": "error", "what": what, "path": path.decode(errors="replace")})
     return problems
 
 

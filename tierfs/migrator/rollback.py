@@ -80,8 +80,6 @@ class _Rollback:
     """Inodes whose copies or attributes have to be queued again."""
     _before: dict[int, dict[Name, str]] = field(default_factory=dict)
     """Names and paths of all inodes whose names may change, as of the loss."""
-    _removable: set[int] = field(default_factory=set)
-    """Deletes that can be taken out of the oplog with no trace."""
     _back: dict[int, int] = field(default_factory=dict)
     """File → the version after which nothing of it is left; 0 for lost files."""
 
@@ -98,13 +96,18 @@ class _Rollback:
         held = catalog.held(0, NEVER, -1)
         rewound = Rewound()
         if first is not None:
-            rewound = self._rewind(first, held, paths)
+            due = self._due(first, held)
+            # Everything since then is still in the oplog, but what the archive has followed already.
+            first = min(first, max(due, catalog.first_operation()))
+            rewound = self._rewind(first, due, held, paths)
         self._roll_files_back(damaged, first, held, rewound, paths)
         for seq, ino, version in closes:
             if version > self._back.get(ino, version):
                 catalog.drop_place(seq)
         for ino in self._renew:
             self._queue_again(ino)
+        for ino in catalog.unqueued(self.policy.tiers[-1].name):
+            self._queue_copies(ino)
 
     def _is_damaged(self, attributes: Attributes) -> bool:
         return (
@@ -117,6 +120,13 @@ class _Rollback:
         """The first close that was lost; None when nothing was but what was never closed, or never to be durable."""
         versions = {(attributes.ino, attributes.version) for attributes in damaged}
         return min((seq for seq, ino, version in closes if (ino, version) in versions), default=None)
+
+    def _due(self, first: int, held: list[Held]) -> int:
+        """Deletes before this number stand. Files that are closed, lost, and were deleted after another loss count as
+        lost, too: what followed them vouches for them as it does for ``first``."""
+        lasting = [tier.name for tier in self.policy.tiers if tier.persistent]
+        pairs = [(row.since, row.seq) for row in held if row.since]
+        return frontier(first, pairs + self.catalog.deleted_before_durable_on(lasting))
 
     # names
 
@@ -144,15 +154,13 @@ class _Rollback:
         found = self.catalog.lookup(parent, name)
         return found.ino if found else 0
 
-    def _rewind(self, first: int, held: list[Held], paths: dict[int, str]) -> Rewound:
-        """Take the names back to the close ``first`` and make the oplog lead there."""
+    def _rewind(self, first: int, due: int, held: list[Held], paths: dict[int, str]) -> Rewound:
+        """Take the names back to the operation ``first`` and make the oplog lead there."""
         catalog = self.catalog
         operations = catalog.operations_after(first - 1)
         victims = {row.seq: row.ino for row in held if not row.version}
         changes = [_change(op, victims) for op in operations if op.kind in _NAMES]
-        lasting = [tier.name for tier in self.policy.tiers if tier.persistent]
-        pairs = [(row.since, row.seq) for row in held if row.since] + catalog.deleted_before_durable_on(lasting)
-        earlier = self._earlier(frontier(first, pairs), first, held)
+        earlier = [row for row in held if due < row.seq < first and not row.version and self._on_disk(row.ino)]
         names = [(row.ino, (row.parent, row.name)) for row in earlier]
         rewound = rewind(changes, self._lookup, catalog.names_of, self._fact, names)
         affected = {change.ino for change in changes} | {row.ino for row in held if row.seq > first or row in earlier}
@@ -162,29 +170,16 @@ class _Rollback:
             paths.setdefault(ino, self._path(ino))
         self._restored = {ino for ino in affected if not self._fact(ino).live}.intersection(rewound.names.values())
         self._apply(rewound)
-        self._rewrite_oplog(first, operations, rewound, earlier)
+        self._rewrite_oplog(first, operations, rewound)
+        self._lost_below(operations, held, rewound)
         for row in held:
             if not row.version and (row.seq > first or row.ino in self._restored):
                 catalog.drop_held(row.seq)
         self._describe(changes)
         return rewound
 
-    def _earlier(self, due: int, first: int, held: list[Held]) -> list[Held]:
-        """Deletes before the first lost close that waited for it all the same, and can be taken back: their turn on the
-        archive has not come and their name was not used again meanwhile, or a disk has the bytes."""
-        rows = [row for row in held if due < row.seq < first and not row.version]
-        operations = [op for op in self.catalog.operations_after(due) if op.seq < first and op.kind in _NAMES]
-        last: dict[Name, int] = {}
-        for op in operations:
-            last[op.parent, op.name] = op.seq
-            if op.name2:
-                last[op.arg, op.name2] = op.seq
-        self._removable = {
-            op.seq for op in operations if op.kind is OpKind.UNLINK and last[op.parent, op.name] == op.seq
-        }
-        return [row for row in rows if row.seq in self._removable or self._on_disk(row.ino)]
-
     def _on_disk(self, ino: int) -> bool:
+        """Whether it can come back although the archive has followed its delete."""
         replicas = [r for r in self.catalog.replicas(ino) if r.state is ReplicaState.DURABLE]
         return any(r.tier in self.files.stores for r in replicas) or self._fact(ino).directory
 
@@ -204,29 +199,28 @@ class _Rollback:
             catalog.recount_links(ino)
         catalog.forget_paths()
 
-    def _rewrite_oplog(
-        self, first: int, operations: list[Operation], rewound: Rewound, earlier: list[Held]
-    ) -> None:
+    def _rewrite_oplog(self, first: int, operations: list[Operation], rewound: Rewound) -> None:
         catalog, now = self.catalog, time.time_ns()
         self._renew |= {op.ino for op in operations if op.kind not in _NAMES} | self._restored
         catalog.drop_operations_from(first)
-        kept = {
-            ((row.parent, row.name), row.ino): row.seq
-            for row in earlier
-            if row.ino in self._restored and row.seq in self._removable
-        }
         for (parent, name), ino in rewound.unlinked:
             attributes = catalog.attributes(ino)
             mode = attributes.mode if attributes else stat.S_IFREG
             catalog.log(OpKind.UNLINK, ino, now, parent=parent, name=name, arg=mode)
         for (parent, name), ino in rewound.linked:
-            if (seq := kept.get(((parent, name), ino))) is not None:
-                catalog.drop_place(seq)
-                continue
             attributes = catalog.attributes(ino)
             assert attributes is not None
             catalog.log(OpKind.LINK, ino, now, parent=parent, name=name, arg=attributes.mode)
             self._renew.add(ino)
+
+    def _lost_below(self, operations: list[Operation], held: list[Held], rewound: Rewound) -> None:
+        """Files that directories which are back had, and that were deleted before they were durable."""
+        closed = {row.ino: 0 for row in held if row.since}
+        closed |= {op.ino: op.arg for op in operations if op.kind is OpKind.CONTENT}
+        for (parent, name), ino in rewound.unlinked:
+            fact = self._fact(ino)
+            if parent in self._restored and ino in closed and not fact.live and not self._lookup(parent, name):
+                self.report.lost.append(Lost(self._path_of((parent, name)), closed[ino], 0))
 
     # contents
 
@@ -297,11 +291,17 @@ class _Rollback:
         )
 
     def _queue_again(self, ino: int) -> None:
+        attributes = self.catalog.attributes(ino)
+        if attributes is not None and attributes.nlink:
+            self._queue_copies(ino)
+            self.catalog.log(OpKind.ATTRIBUTES, ino, time.time_ns())
+
+    def _queue_copies(self, ino: int) -> None:
+        """To the tiers that its rule wants, and that neither have the file nor wait for it."""
         catalog, files = self.catalog, self.files
         attributes = catalog.attributes(ino)
-        if attributes is None or not attributes.nlink:
+        if attributes is None:
             return
-        now = time.time_ns()
         local = files.local_replica(attributes) if stat.S_ISREG(attributes.mode) else None
         if local is not None and local.state is not ReplicaState.OPEN:
             _, rule = files.rule_of(catalog.path_of(ino))
@@ -311,8 +311,7 @@ class _Rollback:
                 if r.version == attributes.version and r.state is ReplicaState.DURABLE
             }
             present |= catalog.queued(ino, attributes.version, self.policy.tiers[-1].name)
-            files.copies.queue(local, rule, now, present)
-        catalog.log(OpKind.ATTRIBUTES, ino, now)
+            files.copies.queue(local, rule, time.time_ns(), present)
 
     # the report
 
