@@ -237,6 +237,7 @@ class Operations:
             "version": attributes.version,
             "replicas": replicas,
             "durable": self._durable_at(attributes),
+            "lost": self._migrator.flusher.is_lost(attributes),
         }
 
     def _durable_at(self, attributes: Attributes) -> str | None:

@@ -297,6 +297,8 @@ def test_after_losing_the_memory_tier_files_fall_back_and_are_listed(mounter: Mo
         flushed = mnt.cli("flush", mnt.path, check=False)  # waits for nothing that cannot come
         assert flushed.code == 1
         assert "run/new.pt" in flushed.err
+        assert mnt.info(mnt.path / "run" / "new.pt")["lost"]
+        assert not mnt.info(mnt.path / "run" / "old.pt")["lost"]
         with pytest.raises(OSError, match="Input/output error"):
             os.setxattr(mnt.path / "run" / "new.pt", "user.tierfs.flush", b"")
         (mnt.path / "run" / "new.pt").unlink()

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import trio
 
-from tierfs.cli import main, mounting
+from tierfs.cli import main, mounting, render
 from tierfs.control.protocol import MountRecord, list_mounts, mount_table
 from tierfs.control.server import Handler, ProgressCallback, serve_control
 from tierfs.errors import MountError, NotDurableInTime, UsageError
+from tierfs.fsck.session import Report
 
 Json = dict[str, Any]
 DEAD = 2**22 + 1
@@ -183,10 +184,20 @@ def test_paths_are_sent_relative(daemon: FakeDaemon, mnt: Path, capsys: Capture)
     assert "1 copies evicted (10B), 1 kept" in captured.out
 
 
-def test_flush_without_a_path_flushes_every_mount(daemon: FakeDaemon, mnt: Path, capsys: Capture) -> None:
-    assert run("flush", "--json") == 0
+def test_flush_of_every_mount_has_to_be_asked_for(daemon: FakeDaemon, mnt: Path, capsys: Capture) -> None:
+    for arguments in ([], ["--json"], ["--timeout", "5s"]):
+        assert run("flush", *arguments) == 2
+        err = capsys.readouterr().err
+        assert "PATH" in err
+        assert "MOUNTPOINT" in err
+        assert "--all" in err
+    assert daemon.calls == []
+    assert run("flush", "--all", mnt) == 2
+    assert daemon.calls == []
+    capsys.readouterr()
+    assert run("flush", "--all", "--json") == 0
     assert json.loads(capsys.readouterr().out) == [daemon.answers["flush"]]
-    assert daemon.calls == [("flush", {"path": ""})]
+    assert daemon.calls == [("flush", {"path": "", "emergency": True})]
 
 
 def test_flush_in_vain_exits_3_with_the_list(daemon: FakeDaemon, mnt: Path, capsys: Capture) -> None:
@@ -343,6 +354,20 @@ def test_info_leaves_names_and_digests_to_programs(daemon: FakeDaemon, mnt: Path
     assert json.loads(capsys.readouterr().out)["replicas"] == [replica]
 
 
+def test_info_says_that_a_file_is_lost(daemon: FakeDaemon, mnt: Path, capsys: Capture) -> None:
+    answer: Json = {"path": "a.pt", "size": 5, "version": 2, "replicas": [], "durable": None}
+    daemon.answers["info"] = answer | {"lost": True}
+    assert run("info", mnt / "a.pt") == 0
+    out = capsys.readouterr().out
+    assert "lost with the memory of a former boot" in out
+    assert "durable" not in out
+    daemon.answers["info"] = answer | {"lost": False}
+    assert run("info", mnt / "a.pt") == 0
+    out = capsys.readouterr().out
+    assert "durable on: no tier yet" in out
+    assert "lost" not in out
+
+
 def test_a_bad_policy_exits_2_with_its_line(config: Path, capsys: Capture) -> None:
     config.write_text(config.read_text().replace("1MiB", "1M"))
     for command in (["check", config], ["mount", config], ["explain", config, "a"], ["mount", "/nowhere.yaml"]):
@@ -454,6 +479,41 @@ def test_fsck(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) ->
     assert "digest" in capsys.readouterr().out
     problems.clear()
     assert run("fsck", config) == 0
+
+
+@pytest.mark.parametrize("option", ["--repair", "--rebuild"])
+def test_fsck_that_lost_a_file_has_failed(
+    config: Path, option: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    report = Report()
+    report.did("replaced the missing replica on nvme", b"good.pt")
+    fake = types.ModuleType("tierfs.fsck")
+    fake.repair_all = lambda policy, progress, data: report  # type: ignore[attr-defined]
+    fake.rebuild_all = lambda policy, progress: report  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tierfs.fsck", fake)
+    assert run("fsck", option, config) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "no problems left"
+    for number, last in ((1, "1 file lost"), (2, "2 files lost")):
+        report.did("missing on the archive; to be made there again", b"%d.pt" % number)
+        report.lose("no tier has its bytes", b"%d.pt" % number)
+        assert run("fsck", option, config) == 1
+        out = capsys.readouterr().out
+        assert out.splitlines()[-1] == last
+        assert "no problems" not in out
+        assert out.count(f"{number}.pt") == 1
+    assert run("fsck", option, config, "--json") == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["lost"] == ["1.pt", "2.pt"]
+    assert [done["path"] for done in answer["done"]] == ["good.pt", "1.pt", "2.pt"]
+
+
+@pytest.mark.parametrize("copy", [None, {"number": 3, "made": "2026-01-02T03:04:05Z"}])
+def test_a_rebuild_is_told_in_sentences(copy: Json | None, capsys: Capture) -> None:
+    render.rebuilt({"why": "there is none", "kept_aside": None, "copy": copy, "batches_logged": 2, "files": 7})
+    out = capsys.readouterr().out
+    assert ("began with copy 3 of the catalog, made 2026-01-02T03:04:05Z" in out) == (copy is not None)
+    assert "{" not in out
+    assert "None" not in out
 
 
 # mount and umount

@@ -123,6 +123,8 @@ def test_a_bad_replica_is_replaced_from_a_good_one(world: World, tier: str, how:
         assert found[path] == entry
     if tier == "nvme":
         assert "replaced" in " ".join(deed.what for deed in report.deeds)
+        removed = [] if how == "missing" else ["removed a bad replica on nvme"]
+        assert [deed.what for deed in report.deeds if deed.kind == "removed"] == removed
         assert replica(world, b"run/step-1/model.pt", "nvme") != file
         record = world.parts.stores["nvme"].record(replica(world, b"run/step-1/model.pt", "nvme").name)
         assert record is not None
@@ -194,6 +196,27 @@ def test_a_file_without_bytes_loses_its_name_and_is_named(world: World) -> None:
     report = repaired(world, file.unlink)
     assert [deed.path for deed in report.deeds if deed.kind == "lost"] == ["only-memory"]
     assert b"only-memory" not in world.look()
+
+
+@pytest.mark.parametrize("gone", ["the archive's only copy", "every copy"])
+def test_what_is_lost_is_told_once_and_not_as_mended(world: World, gone: str) -> None:
+    path = b"run/step-1/na\xff\xfeme"
+    ino = world.ino(path)
+    copies = [replica(world, path, tier) for tier in ("memory", "nvme")]
+    archived = world.top / "archive" / "run" / "step-1" / os.fsdecode(b"na\xff\xfeme")
+
+    def damage() -> None:
+        for file in (*copies, archived):
+            file.unlink()
+        if gone == "the archive's only copy":
+            execute(world, f"DELETE FROM replicas WHERE ino={ino} AND tier<>'archive'")
+
+    report = repaired(world, damage)
+    shown = path.decode(errors="replace")
+    assert [(deed.kind, deed.path) for deed in report.deeds if deed.path == shown] == [("lost", shown)]
+    assert report.lost == report.as_json()["lost"] == [shown]
+    world.drain()
+    assert path not in world.look()
 
 
 def test_a_lost_version_falls_back_to_the_durable_one(world: World) -> None:

@@ -186,7 +186,8 @@ def explain(config: Path, path: str, as_json: bool) -> None:
 def fsck(config: Path, repair: bool, rebuild: bool, data: bool, as_json: bool) -> int:
     """Compare the catalog of an unmounted filesystem with what its tiers hold.
 
-    Changes nothing without --repair or --rebuild. Exits 1 when something is wrong, or was not mended.
+    Changes nothing without --repair or --rebuild. Exits 1 when something is wrong, was not mended, or when the bytes of
+    a file are lost.
 
     --rebuild is for a catalog that is damaged or lost, also on a new machine with the archive alone. The damaged one
     stays in the state directory as catalog.damaged-N, what was done in rebuild.json.
@@ -219,7 +220,7 @@ def fsck(config: Path, repair: bool, rebuild: bool, data: bool, as_json: bool) -
 
                     report = repair_all(policy, progress, data=data)
             render.print_json(report.as_json()) if as_json else _show_report(report)
-            return 1 if report.problems else 0
+            return 1 if report.problems or report.lost else 0
         from tierfs.fsck import check_all
 
         with render.progress("checking") as progress:
@@ -240,14 +241,15 @@ def _show_problems(problems: list[dict[str, str]]) -> None:
 
 
 def _show_report(report: Report) -> None:
-    for name, value in report.facts.items():
-        if value is not None:
-            render.say(f"{name.replace('_', ' ')}: {value}")
+    if report.facts:
+        render.rebuilt(report.facts)
     if report.deeds:
         render.table(("", "WHAT", "PATH"), [[deed.kind, deed.what, deed.path] for deed in report.deeds])
     if report.problems:
         _show_problems(report.problems)
-    else:
+    if report.lost:
+        render.say("1 file lost" if len(report.lost) == 1 else f"{len(report.lost)} files lost")
+    elif not report.problems:
         render.say("no problems left" if report.deeds or report.facts else "no problems found")
 
 

@@ -31,13 +31,15 @@ class Duration(click.ParamType[float]):
 
 
 @click.command()
-@click.argument("path", required=False, type=MountedPath())
+@click.argument("path", metavar="PATH|MOUNTPOINT", required=False, type=MountedPath())
 @click.option("--all", "every", is_flag=True, help="Every mount at once, the nearest persistent tier first.")
 @click.option("--to", metavar="TIER", help="Until durable on this tier.  [default: the last]")
 @click.option("--timeout", type=Duration(), help="Give up after this time, such as 5m, with exit code 3.")
 @json_option
 def flush(path: str | None, every: bool, to: str | None, timeout: float | None, as_json: bool) -> None:
-    """Wait until a file, a directory or all mounts are durable. Exit code 0 means that they are.
+    """Wait until a file, a directory, a mount or all mounts are durable. Exit code 0 means that they are.
+
+    PATH is on a mount, or a mountpoint: then everything below it. Without --timeout it waits for as long as it takes.
 
     With --all, which is for the minute before a machine goes down, what cannot reach the last tier in time is at least
     on the nearest one that a reboot leaves alone. What is not durable in time is listed by path, with --json all of it
@@ -49,11 +51,13 @@ def flush(path: str | None, every: bool, to: str | None, timeout: float | None, 
       tierfs flush /mnt/ckpt --to nvme
       tierfs flush --all --timeout 25s --json
     """
-    if path is None:
-        _flush_all(to, timeout, as_json, emergency=every)
-        return
-    if every:
+    if every and path is not None:
         raise UsageError("give a path or --all, not both")
+    if every:
+        _flush_all(to, timeout, as_json)
+        return
+    if path is None:
+        raise click.UsageError("give a PATH on a mount, a MOUNTPOINT, or --all for every mount of this machine")
     record, relative = find_mount(path)
     try:
         answer = flush_one(record, relative, to, timeout)
@@ -72,7 +76,7 @@ def _failed(error: TierfsError) -> Json:
     return {"error": str(error), "exit_code": error.exit_code, **(error.details or {})}
 
 
-def _flush_all(to: str | None, timeout: float | None, as_json: bool, *, emergency: bool) -> None:
+def _flush_all(to: str | None, timeout: float | None, as_json: bool) -> None:
     """All mounts at the same time: one that cannot be drained keeps no other from it. Raises the first error."""
     records = list_mounts()
     if not records and not as_json:
@@ -86,7 +90,7 @@ def _flush_all(to: str | None, timeout: float | None, as_json: bool, *, emergenc
                 progress(sum(n for n, _ in done.values()), sum(t for _, t in done.values()), what)
 
             try:
-                return _ask_flush(record, "", to, timeout, show, emergency=emergency)
+                return _ask_flush(record, "", to, timeout, show, emergency=True)
             except TierfsError as error:
                 return error
 

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tierfs.units import format_size
@@ -183,11 +183,29 @@ def scrubbed(answer: Json) -> None:
 def info(answer: Json) -> None:
     """One file's versions and replicas; their names on the tiers and their digests are for programs."""
     say(f"{answer.get('path')}: {size(answer.get('size'))}, version {answer.get('version')}")
-    say(f"durable on: {answer.get('durable') or 'no tier yet'}")
+    if answer.get("lost"):
+        say("lost with the memory of a former boot: no tier has its bytes; write or delete it")
+    else:
+        say(f"durable on: {answer.get('durable') or 'no tier yet'}")
     rows = [
         [r.get("tier"), r.get("version"), r.get("state"), size(r.get("bytes"))] for r in answer.get("replicas") or []
     ]
     table(("TIER", "VERSION", "STATE", "SIZE"), rows, right=("VERSION", "SIZE"))
+
+
+def rebuilt(facts: Mapping[str, object]) -> None:
+    """From what another catalog was made."""
+    say(f"made another catalog; of the former one: {facts['why']}")
+    if facts["kept_aside"] is not None:
+        say(f"the former one is kept in {facts['kept_aside']}")
+    copy, batches = facts["copy"], facts["batches_logged"]
+    if isinstance(copy, Mapping):
+        say(f"began with copy {copy['number']} of the catalog, made {copy['made']}")
+    else:
+        say("no copy of the catalog was of use: began with what lies on the tiers")
+    if batches:
+        say(f"followed the archive's log since then: {batches} batches")
+    say(f"files and directories now: {facts['files']}")
 
 
 def recovery(report: Json) -> None:

@@ -190,7 +190,7 @@ def _newest_copy(
             continue
         _discard(path)
         if not copies.fetch(manifest, path):
-            report.did("a copy of the catalog is damaged", f"copy-{manifest.number}", "lost")
+            report.did("a copy of the catalog is damaged", f"copy-{manifest.number}", "damaged")
             continue
         with contextlib.suppress(CatalogError):
             catalog = MendableCatalog(path, verify=True)
@@ -199,7 +199,7 @@ def _newest_copy(
                     catalog.skip_ids(1, manifest.seq)
                 return catalog, manifest
             catalog.close()
-        report.did("a copy of the catalog is damaged", f"copy-{manifest.number}", "lost")
+        report.did("a copy of the catalog is damaged", f"copy-{manifest.number}", "damaged")
     return None, None
 
 
@@ -221,7 +221,7 @@ def _replay(
             _apply(catalog, tiers, pending)
             last = pending.batch.last
         elif logged.prev != last:
-            report.did("the log of the archive has a gap: what stands there is compared", "", "lost")
+            report.did("the log of the archive has a gap: what stands there is compared", "", "damaged")
             pending = None
             break
         pending, count = logged, count + 1
@@ -238,7 +238,7 @@ def _replay(
                 raise
             assert archive.pending is not None
             archive.abandon(archive.pending)
-            report.did(f"{error}", "", "lost")
+            report.did(f"{error}", "", "damaged")
         else:
             last = pending.batch.last
     elif held is not None:

@@ -66,6 +66,8 @@ class Repair:
         self.archive_name = self.tiers.tree.name
         self.now = time.time_ns()
         self._keys = self.now >> 10
+        self._replaced: set[tuple[str, str]] = set()
+        """(tier, key) of bad replicas in whose place good ones are"""
 
     def run(self) -> None:
         """Each step leaves a catalog that the next run could go on from. Raises OSError, TierError, CatalogError."""
@@ -157,6 +159,7 @@ class Repair:
                 continue
             if self._replace(replica):
                 what = f"replaced the {'bad' if there else 'missing'} replica on {replica.tier}"
+                self._replaced.add((replica.tier, replica.key))
                 self.report.did(what, self._shown(replica.ino))
             elif there:
                 hint = (self.catalog.path_of(replica.ino) or (b"inode",))[-1]
@@ -326,7 +329,7 @@ class Repair:
                 for parent, name in self.catalog.all_entries(attributes.ino):
                     self.catalog.take_entry(parent, name, self.now)
                 self.catalog.set_links(attributes.ino, 0, self.now)
-            self.report.did("no tier has its bytes", shown, "lost")
+            self.report.lose("no tier has its bytes", shown)
 
     def _links(self) -> None:
         with self.catalog.transaction():
@@ -354,7 +357,10 @@ class Repair:
             for key in list(store.keys()):
                 if key not in named:
                     store.remove(key)
-                    self.report.did(f"removed a file on {name} that a crash left behind", key, "removed")
+                    if (name, key) in self._replaced:
+                        self.report.did(f"removed a bad replica on {name}", key, "removed")
+                    else:
+                        self.report.did(f"removed a file on {name} that a crash left behind", key, "removed")
             for record in list(store.loose_records()):
                 store.remove(record)
                 self.report.did(f"removed a record on {name} without a replica", record, "removed")

@@ -23,7 +23,8 @@ class Deed:
     what: str
     path: str
     kind: str = "mended"
-    """mended · restored (came back from a tier) · recovered (bytes that have another name now) · lost · removed"""
+    """mended · restored (came back from a tier) · recovered (bytes that have another name now) · lost (a file) ·
+    damaged (a copy or log that was no help) · removed"""
 
     def as_json(self) -> dict[str, str]:
         return {"kind": self.kind, "what": self.what, "path": self.path}
@@ -40,8 +41,20 @@ class Report:
     def did(self, what: str, path: bytes | str, kind: str = "mended") -> None:
         self.deeds.append(Deed(what, path if isinstance(path, str) else path.decode(errors="replace"), kind))
 
+    def lose(self, what: str, path: bytes) -> None:
+        """A file is gone. Whatever was done about it before did not mend it, and is not told."""
+        shown = path.decode(errors="replace")
+        self.deeds = [deed for deed in self.deeds if deed.kind != "mended" or deed.path != shown]
+        self.did(what, shown, "lost")
+
+    @property
+    def lost(self) -> list[str]:
+        """Files that had a name and whose bytes no tier had."""
+        return [deed.path for deed in self.deeds if deed.kind == "lost"]
+
     def as_json(self) -> dict[str, object]:
-        return {**self.facts, "done": [deed.as_json() for deed in self.deeds], "problems": self.problems}
+        done = [deed.as_json() for deed in self.deeds]
+        return {**self.facts, "done": done, "lost": self.lost, "problems": self.problems}
 
 
 @contextlib.contextmanager
