@@ -53,14 +53,26 @@ def tierfs(*args: str, timeout: float = 120) -> str:
     """Run the command line as a user would; output goes through a file, which the daemon may keep open."""
     with tempfile.TemporaryFile("w+") as output:
         command = [sys.executable, "-m", "tierfs", *args]
+        # In a session of its own: Ctrl-C is for this program, which then unmounts.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
         try:
-            code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=timeout)
+            code = process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise DemoFailed(f"tierfs {args[0]} gave no answer within {timeout:g} s") from None
+        except KeyboardInterrupt:
+            if args[0] == "mount":  # begun, it comes up: only then can it be taken down
+                process.wait(timeout)
+            raise
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
         output.seek(0)
         text = output.read()
-    if code.returncode != 0:
-        raise DemoFailed(f"tierfs {args[0]}: exit {code.returncode}: {text.strip()}")
+    if code != 0:
+        raise DemoFailed(f"tierfs {args[0]}: exit {code}: {text.strip()}")
     return text
 
 
@@ -249,14 +261,26 @@ def demo(base: Path, saves: int, width: int) -> str:
     return f"{len(archived)} checkpoints equal bit for bit on the archive, {survived}, stall {ratio:.1f}x shorter"
 
 
+def interrupt(number: int, frame: object) -> None:
+    """SIGTERM and Ctrl-C alike, once: what follows is the clean-up."""
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, signal.SIG_IGN)
+    raise KeyboardInterrupt(number)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--saves", type=int, default=6, help="checkpoints per run (default 6)")
     parser.add_argument("--width", type=int, default=1024, help="of the model; 1024 makes 130 MB checkpoints")
     options = parser.parse_args()
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, interrupt)
     base = Path(tempfile.mkdtemp(prefix="tierfs-demo-", dir="/var/tmp"))
     try:
         summary = demo(base, max(2, options.saves), options.width)
+    except KeyboardInterrupt as error:
+        console.print("interrupted; everything that it made is taken away", soft_wrap=True)
+        return 128 + int(error.args[0])
     except Exception as error:
         console.print(f"[bold red]FAILED[/] {error}", soft_wrap=True)
         log = base / "state" / "tierfs.log"
