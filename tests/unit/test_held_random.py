@@ -31,6 +31,15 @@ EVENTS = st.one_of(
     st.tuples(st.sampled_from(["replay", "replay", "settle", "restart"])),
     st.tuples(st.sampled_from(["reboot", "durable"])),
 )
+DURABLE = [("mkdir", "d", "d"), *(("write", path, path) for path in ("a", "b", "d/a"))]
+AFTER = st.one_of(
+    st.tuples(st.sampled_from(["save", "save", "unlink"]), FILES, FILES),
+    st.tuples(st.sampled_from(["save", "save", "unlink"]), FILES, FILES),
+    st.tuples(st.just("rename"), NAMES, NAMES),
+    DRAIN,
+    st.tuples(st.sampled_from(["replay", "settle"])),
+)
+"""Few drains: most of it is lost."""
 Tree = dict[str, tuple[int, bytes | None]]
 """Path → (inode, content); None for directories."""
 
@@ -238,15 +247,30 @@ class History:
                 assert after[path][1], f"{content[:9]!r} of {path} is gone"
 
 
+STACKS = pytest.mark.parametrize("disks", [("nvme",), ()], ids=["memory, nvme, archive", "memory, archive"])
+
+
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(EVENTS, max_size=30))
-@pytest.mark.parametrize("disks", [("nvme",), ()], ids=["memory, nvme, archive", "memory, archive"])
+@STACKS
 def test_what_comes_back_is_what_was(disks: tuple[str, ...], events: list[tuple[object, ...]]) -> None:
+    run(disks, [("mkdir", "d", "d"), *events])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(AFTER, max_size=10))
+@STACKS
+def test_what_was_durable_when_much_was_lost_is_there(disks: tuple[str, ...], events: list[tuple[object, ...]]) -> None:
+    """On the mount and, once drained, on the archive."""
+    run(disks, [*DURABLE, ("durable",), *events])
+
+
+def run(disks: tuple[str, ...], events: list[tuple[object, ...]]) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as top:
         world = World(Path(top), disks)
         try:
             history = History(world)
-            for event in (("mkdir", "d", "d"), *events):
+            for event in events:
                 history.happen(event)
             history.happen(("reboot",))
             world.check()
