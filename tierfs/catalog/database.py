@@ -8,6 +8,7 @@ every read of this connection sees. `commit` and then `sync` put all of it on st
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sqlite3
 import time
@@ -18,6 +19,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from tierfs.catalog.journal import SIZE, Journal, Record, Statement, paths
+from tierfs.catalog.reserve import NAME, SPARE, Reserve
 from tierfs.catalog.schema import ADDED, FORMAT, SCHEMA
 from tierfs.errors import CatalogDamaged, CatalogError
 from tierfs.points import At, reach
@@ -31,6 +33,8 @@ COMMIT_BYTES = SIZE * 3 // 4
 CHECKPOINT_BYTES = 64 << 20
 _DAMAGE = (11, 26)
 """SQLITE_CORRUPT, SQLITE_NOTADB"""
+_NO_ROOM = (13, 14)
+"""SQLITE_FULL, SQLITE_CANTOPEN: the second when the WAL cannot be made"""
 INO_BLOCK, SEQ_BLOCK = 4096, 1 << 16
 """Ids reserved at a time: a crash skips the rest of a block, so that none is ever given twice."""
 
@@ -96,15 +100,25 @@ class Database:
         self._uncommitted = 0
         self._commit_at = GROUP
         self._frozen = False
-        with contextlib.ExitStack() as undo:
+        self._reserve = Reserve(path.with_name(NAME))
+        try:
+            self._refuse_lost()
             try:
-                self._refuse_lost()
-                self._open_files(undo, verify)
+                self._open_files(verify)
             except (sqlite3.Error, OSError) as error:
-                raise self._failure(error) from error
+                if not (self._is_full(error) and self._reserve.give(None)):
+                    raise
+                self._open_files(verify)
+        except (sqlite3.Error, OSError) as error:
+            raise self._failure(error) from error
+        self._reserve.take()
+
+    def _open_files(self, verify: bool) -> None:
+        with contextlib.ExitStack() as undo:
+            self._open_each(undo, verify)
             undo.pop_all()
 
-    def _open_files(self, undo: contextlib.ExitStack, verify: bool) -> None:
+    def _open_each(self, undo: contextlib.ExitStack, verify: bool) -> None:
         path = self.path
         self._db = sqlite3.connect(path, isolation_level=None, cached_statements=512, check_same_thread=False)
         undo.callback(self._db.close)
@@ -131,6 +145,16 @@ class Database:
             self._check_pages()
         self._recover()
         self._mark_unclean()
+
+    @property
+    def _wal(self) -> Path:
+        return Path(f"{self.path}-wal")
+
+    @staticmethod
+    def _is_full(error: sqlite3.Error | OSError) -> bool:
+        if isinstance(error, OSError):
+            return error.errno == errno.ENOSPC
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF in _NO_ROOM
 
     def _failure(self, error: sqlite3.Error | OSError) -> CatalogError:
         damaged = isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE
@@ -224,7 +248,8 @@ class Database:
                 self._write("UPDATE meta SET value=0 WHERE key='clean'")
                 self._write("INSERT OR REPLACE INTO meta VALUES ('boot', ?)", (boot,))
             self.commit()
-            self._fold()
+            if not self._fold_if_room():
+                self.sync()
 
     def _note_answer(self, record: Record) -> None:
         if record.request is not None:
@@ -287,10 +312,13 @@ class Database:
             return
         following = self._journal.generation + 1
         try:
-            self._run("UPDATE meta SET value=? WHERE key='generation'", (following,))
-            self._run("COMMIT")
+            try:
+                self._commit_as(following)
+            except sqlite3.Error as error:
+                if not (self._is_full(error) and self._reserve.give(self._wal)):
+                    raise
+                self._commit_as(following)
         except sqlite3.Error as error:
-            self._roll_back()
             self._commit_at = 2 * self._uncommitted  # each try executes all of them again
             raise CatalogError(f"catalog {self.path}: {error}") from error
         reach(At.CATALOG_COMMITTED)
@@ -298,11 +326,21 @@ class Database:
         self._commit_at = GROUP
         self._journal.begin(following)
 
+    def _commit_as(self, generation: int) -> None:
+        try:
+            self._run("UPDATE meta SET value=? WHERE key='generation'", (generation,))
+            self._run("COMMIT")
+        except sqlite3.Error:
+            self._roll_back()
+            raise
+
     @contextlib.contextmanager
     def bulk(self) -> Iterator[None]:
         """A transaction of any size: SQLite's own, past the journal. Killed inside, the catalog is as before; when the
         block ends, it is committed as by `commit`. Raises CatalogError."""
         self.commit()
+        if self._reserve.scarce():  # the block cannot be tried again
+            self._reserve.give(self._wal)
         following = self._journal.generation + 1
         self._begin()
         try:
@@ -327,7 +365,7 @@ class Database:
         Blocks on the disk; the one method that may be called from another thread.
         """
         try:
-            fd = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self._wal, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return
         try:
@@ -336,17 +374,19 @@ class Database:
             os.close(fd)
 
     def checkpoint(self) -> None:
-        """Fold a WAL that grew large into the database; call it right after `sync`, from the event loop."""
-        if not self._frozen and os.stat(f"{self.path}-wal").st_size > CHECKPOINT_BYTES:
+        """Fold a WAL that grew large into the database; call it right after `sync`, from the event loop. CatalogError
+        when the disk is full: it goes on in the WAL."""
+        if not self._frozen and self._wal.stat().st_size > CHECKPOINT_BYTES:
             self.commit()
             self._fold()
+        self._reserve.take(SPARE)
 
     def freeze(self) -> Frozen:
         """Leave what is committed now where it is, so that a thread can copy it (`snapshot`), until `thaw`.
         Raises CatalogError."""
         self.commit()
         try:
-            wal = os.stat(f"{self.path}-wal").st_size
+            wal = self._wal.stat().st_size
         except FileNotFoundError:
             wal = 0
         self._frozen = True
@@ -356,9 +396,26 @@ class Database:
         self._frozen = False
 
     def _fold(self) -> None:
+        if not self._fold_if_room():
+            raise CatalogError(f"catalog {self.path}: the disk is full, its WAL cannot be folded into it")
+
+    def _fold_if_room(self) -> bool:
+        """False when the disk is full: all is in the WAL as before."""
         self._run("PRAGMA synchronous=FULL")
-        self._run("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        self._run("PRAGMA synchronous=OFF")
+        try:
+            for again in (True, False):
+                try:
+                    self._run("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+                except sqlite3.Error as error:
+                    if not self._is_full(error):
+                        raise self._failure(error) from error
+                    if again:
+                        self._reserve.release(self._wal)
+                else:
+                    return True
+            return False
+        finally:
+            self._run("PRAGMA synchronous=OFF")
 
     def close(self) -> None:
         """Fold journal and WAL into the database file, on stable storage, and close."""
@@ -371,6 +428,7 @@ class Database:
         self._fold()
         self._db.close()
         self._journal.close()
+        self._reserve.take()
 
     # ids
 
