@@ -8,6 +8,7 @@ with what was saved, bit for bit, and a line that says whether it all held. Exit
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -204,7 +205,11 @@ def report(direct: Saves, mounted: Saves, mode: str, killed: int | None) -> floa
 
 
 def force_down(base: Path) -> None:
-    """After a failure: detach whatever is still mounted below ``base``, so that the directory can go."""
+    """After a failure: end the daemon, which would drain for ever into directories that are gone, and detach whatever
+    is still mounted below ``base``."""
+    if (base / "mnt").is_mount():
+        with contextlib.suppress(DemoFailed):
+            tierfs("umount", "--no-drain", str(base / "mnt"), timeout=30)
     with open("/proc/self/mountinfo") as table:
         points = [line.split()[4] for line in table]
     for point in reversed([point for point in points if Path(point).is_relative_to(base)]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -38,6 +39,15 @@ def base() -> Iterator[Path]:
         yield made
 
 
+def processes(base: Path) -> list[bytes]:
+    """Command lines that name ``base``."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(file.read_bytes())
+    return [line for line in found if bytes(base) in line]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_demo_that_is_ended_leaves_nothing_behind(base: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", RUN.format(str(DEMO)), str(base), "--saves", "40", "--width", "64"]
@@ -53,3 +63,4 @@ def test_a_demo_that_is_ended_leaves_nothing_behind(base: Path, number: signal.S
     assert "interrupted" in output
     assert not base.exists()
     assert not [point for point in mount_table() if Path(point).is_relative_to(base)]
+    assert processes(base) == []
