@@ -63,6 +63,8 @@ class World:
         stuck = {tier for tier in self.hung if self.faults[tier].inside}
         others = trio.to_thread.current_default_thread_limiter().borrowed_tokens
         threads = {tier: lane.busy for tier, lane in lanes.items()}
+        for tier, limiter in self.parts.migrator.recaller._limiters.items():
+            threads[tier] += limiter.borrowed_tokens
         for tier, probe in self.probes.items():
             threads[tier] += probe._limiter.borrowed_tokens
         return others > 0 or any(count for tier, count in threads.items() if tier not in stuck)

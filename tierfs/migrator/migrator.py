@@ -244,6 +244,7 @@ class Migrator:
             emptied = self._archive_full and self._deleted
             if not self._replaying and (emptied or not self.outages.wait(self.archive_name)):
                 self._replaying = True
+                self._deleted = False  # what is deleted from now on is worth another try; a try that fails is not
                 nursery.start_soon(self._replay)
         self.early.drop(nursery)
         for tier, error in self.evictor.run():
