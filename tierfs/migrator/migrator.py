@@ -508,7 +508,6 @@ class Migrator:
 
     async def _replay(self) -> None:
         first = True
-        self._deleted = False  # one try for each look, whichever step of it fails
         self.outages.begin(self.archive_name, REPLAY)
         try:
             if not self._swept:
