@@ -655,6 +655,7 @@ def is_slow(point: Point, time: int) -> bool:
     return time > 1 or point.name.startswith(("OPEN", "CREATE", "REWRITE"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("point", "time"),
     [
@@ -675,6 +676,7 @@ def test_the_memory_tier_lost_at_any_step_leaves_a_legal_older_tree(
     check_recovered(mnt, history, recovered(mnt)[reports:])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "point", [At.ROLLBACK_BEGUN, At.ROLLBACK_REPORTED, At.ROLLBACK_COMMITTED], ids=lambda point: point.name
 )
