@@ -33,13 +33,12 @@ from tierfs.fuse.device import Device
 from tierfs.fuse.handover import KeeperSession, KeeperState
 from tierfs.fuse.keeper import mount_number, run_keeper, unmount_fuse
 from tierfs.fuse.requests import Requests
+from tierfs.migrator.joining import join
 from tierfs.migrator.keeping import keep_closed
-from tierfs.migrator.migrator import Migrator
 from tierfs.migrator.recovery import reclaim_orphans
 from tierfs.migrator.rollback import recover_lost_memory
 from tierfs.operations import UNDRAINED, Operations
 from tierfs.points import At, reach
-from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy
 from tierfs.report import Report, keep_report
 from tierfs.state import CATALOG, state_lock
@@ -103,33 +102,24 @@ class Daemon:
             if first:
                 self.tiers.take_back()
             raise
-        migrator = Migrator(self.catalog, self.policy, self.tiers.stores, self.tiers.tree)
+        probes = self.tiers.probes()
+        disks = {tier.name: RemoteProbe(probes[tier.name]) for tier in self.policy.tiers if tier.persistent}
+        space = Space(self.policy, {**probes, **disks}, self.catalog.tier_bytes)
+        backing = BackingIds(self.session.device_fd) if self.session else None
+        migrator, files = join(
+            self.catalog,
+            self.policy,
+            self.tiers.stores,
+            self.tiers.tree,
+            space,
+            backing=backing,
+            mounts=self.tiers.mounts,
+        )
         if first:
             try:
                 migrator.archive.finish()
             except (TierError, OSError) as error:
                 log.info("%s; the archive continues later", error)
-        probes = self.tiers.probes()
-        disks = {tier.name: RemoteProbe(probes[tier.name]) for tier in self.policy.tiers if tier.persistent}
-        space = Space(self.policy, {**probes, **disks}, self.catalog.tier_bytes)
-        backing = BackingIds(self.session.device_fd) if self.session else None
-        files = OpenFiles(
-            catalog=self.catalog,
-            policy=self.policy,
-            stores=self.tiers.stores,
-            matcher=RuleMatcher(self.policy.rules),
-            space=space,
-            backing=backing,
-            recall=migrator.recaller.recall,
-            preserve=migrator.recaller.preserve,
-            fill=migrator.recaller.fill,
-            changed=migrator.changed,
-            quiesce=migrator.quiesce,
-            discard=migrator.discard,
-            lanes=migrator.lanes,
-            unfit=migrator.scrubber.unfit,
-        )
-        migrator.serve(files, self.tiers.mounts)
         files.orphans.update(self.catalog.orphans())
         names = Namespace(self.catalog, files)
         operations = Operations(self, names, migrator, space)

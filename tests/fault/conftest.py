@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault.killing import mnt, points, shared  # noqa: F401 - fixtures
 from tests.mount.conftest import disks, mounter  # noqa: F401 - fixtures
 from tierfs.testing.faulty import ENVIRONMENT
 

@@ -14,9 +14,9 @@ from tierfs.fs.namespace import Namespace
 from tierfs.fs.open_files import OpenFiles
 from tierfs.fs.space import Space
 from tierfs.fuse.requests import Requests
+from tierfs.migrator.joining import join
 from tierfs.migrator.migrator import Migrator
 from tierfs.policy.load import parse_policy
-from tierfs.policy.match import RuleMatcher
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import Usage
@@ -79,26 +79,8 @@ rules: {rules or "[]"}
         tier.prepare()
     stores.update({name: wrap(stores[name]) for name in disks})
     tree = wrap(tree)
-    migrator = Migrator(catalog, policy, stores, tree)
     probes = {**{name: store.usage for name, store in stores.items()}, "archive": tree.usage}
-    space = Space(policy, probes, catalog.tier_bytes)
-    files = OpenFiles(
-        catalog=catalog,
-        policy=policy,
-        stores=stores,
-        matcher=RuleMatcher(policy.rules),
-        space=space,
-        backing=None,
-        recall=migrator.recaller.recall,
-        preserve=migrator.recaller.preserve,
-        fill=migrator.recaller.fill,
-        changed=migrator.changed,
-        quiesce=migrator.quiesce,
-        discard=migrator.discard,
-        lanes=migrator.lanes,
-        unfit=migrator.scrubber.unfit,
-    )
-    migrator.serve(files)
+    migrator, files = join(catalog, policy, stores, tree, Space(policy, probes, catalog.tier_bytes))
     names = Namespace(catalog, files)
     filesystem = Filesystem(catalog, names, files, migrator.wait_durable, migrator.flusher.wait_settled, lambda _: {})
     requests = Requests(filesystem, lambda: Usage(0, 0, 0))

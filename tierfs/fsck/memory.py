@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 from tierfs.catalog import MendableCatalog
-from tierfs.fs.open_files import OpenFiles
 from tierfs.fs.space import Space
 from tierfs.fsck.session import Report
-from tierfs.migrator.migrator import Migrator
+from tierfs.migrator.joining import join
 from tierfs.migrator.rollback import recover_lost_memory
-from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy
 from tierfs.report import keep_report
 from tierfs.tiers.assembly import Tiers
@@ -28,23 +26,8 @@ def memory_is_lost(catalog: MendableCatalog, policy: Policy, tiers: Tiers) -> bo
 def take_back(catalog: MendableCatalog, policy: Policy, tiers: Tiers, report: Report) -> None:
     """Files fall back, and deletes that waited for what was lost are undone. What has no bytes left stays, without a
     replica. Raises OSError, CatalogError."""
-    migrator = Migrator(catalog, policy, tiers.stores, tiers.tree)
-    files = OpenFiles(
-        catalog=catalog,
-        policy=policy,
-        stores=tiers.stores,
-        matcher=RuleMatcher(policy.rules),
-        space=Space(policy, tiers.probes(), catalog.tier_bytes),
-        backing=None,
-        recall=migrator.recaller.recall,
-        preserve=migrator.recaller.preserve,
-        fill=migrator.recaller.fill,
-        changed=migrator.changed,
-        quiesce=migrator.quiesce,
-        discard=migrator.discard,
-        lanes=migrator.lanes,
-    )
-    migrator.serve(files)
+    space = Space(policy, tiers.probes(), catalog.tier_bytes)
+    migrator, files = join(catalog, policy, tiers.stores, tiers.tree, space)
     found = recover_lost_memory(
         catalog,
         policy,
