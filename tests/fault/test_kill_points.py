@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.fault.killing import Points, bury, end, exchange, remember, tree
-from tests.fault.test_kill_points_memory import LOSSES, amiss, recovered
+from tests.fault.test_kill_points_memory import LOSSES, recovered, since
 from tests.mount.conftest import eventually
 from tierfs.points import POINTS, At, Point
-from tierfs.report import read_reports
 from tierfs.state import CATALOG
 from tierfs.testing.mounting import TestMount
 
@@ -306,7 +305,7 @@ def test_a_mount_whose_end_was_cut_short_goes_on_from_its_memory(mnt: TestMount,
     """The keeper dies, or the daemon when it has no keeper to start another: nothing is lost, nothing to report."""
     work = Work(mnt, mnt.path / point.name)
     work.top.mkdir()
-    reports = len(read_reports(mnt.state))
+    known = recovered(mnt)
     _written(work)
     remember(mnt)
     if point is At.KEEPER_REAPED or point is At.KEEPER_HANDED_OVER:
@@ -325,7 +324,7 @@ def test_a_mount_whose_end_was_cut_short_goes_on_from_its_memory(mnt: TestMount,
     assert tree(work.top) == work.files
     work.flush()
     assert is_on_archive(work)
-    assert [report for report in recovered(mnt)[reports:] if amiss(report)] == []
+    assert since(mnt, known) == []
     end(mnt)
 
 

@@ -18,7 +18,6 @@ import pytest
 from tests.fault.killing import Points, bury, end, exchange, remember, tree
 from tests.mount.conftest import eventually
 from tierfs.points import POINTS, At, Point
-from tierfs.report import read_reports
 from tierfs.testing.mounting import TestMount
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs passthrough and a tmpfs of its own")
@@ -31,6 +30,11 @@ def recovered(mnt: TestMount) -> list[dict[str, Any]]:
     found = mnt.cli("recover", mnt.config, "--json").json()
     assert isinstance(found, list)
     return found
+
+
+def since(mnt: TestMount, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The reports that came after ``known``; the oldest are given up as new ones come."""
+    return [report for report in recovered(mnt) if report not in known and amiss(report)]
 
 
 def amiss(report: Mapping[str, Any]) -> bool:
@@ -210,7 +214,7 @@ def lose_memory(mnt: TestMount) -> None:
 def check_recovered(mnt: TestMount, history: History, reports: list[dict[str, Any]]) -> None:
     after = observe(history.top)
     check_legal(after, history.states)
-    found = [told(report, history.top.name) for report in reports if amiss(report)]
+    found = [told(report, history.top.name) for report in reports]
     assert found in [[changes(state, after)] if changes(state, after) else [] for state in history.states[-2:]]
     for path, entry in after.items():
         if entry is None:
@@ -238,13 +242,13 @@ def test_the_memory_tier_lost_at_any_step_leaves_a_legal_older_tree(
     mnt: TestMount, points: Points, point: Point, time: int
 ) -> None:
     top = prepare(mnt, f"lost-{point.name}-{time}")
-    reports = len(read_reports(mnt.state))
+    known = recovered(mnt)
     points.arm(point, time=time, both=True)
     history = play(top)
     eventually(lambda: points.reached)
     lose_memory(mnt)
     mnt.mount()
-    check_recovered(mnt, history, recovered(mnt)[reports:])
+    check_recovered(mnt, history, since(mnt, known))
 
 
 @pytest.mark.nightly
@@ -253,7 +257,7 @@ def test_the_memory_tier_lost_at_any_step_leaves_a_legal_older_tree(
 )
 def test_a_recovery_that_was_killed_is_done_by_the_next_mount(mnt: TestMount, points: Points, point: Point) -> None:
     top = prepare(mnt, f"twice-{point.name}")
-    reports = len(read_reports(mnt.state))
+    known = recovered(mnt)
     mnt.cli("pause", mnt.path)  # so that there is something to take back
     points.arm(At.UNLINK_RECORDED, both=True)
     history = play(top)
@@ -263,7 +267,7 @@ def test_a_recovery_that_was_killed_is_done_by_the_next_mount(mnt: TestMount, po
     assert mnt.cli("mount", mnt.config, mnt.path, check=False).code != 0
     assert points.reached
     mnt.mount()
-    found = [report for report in recovered(mnt)[reports:] if amiss(report)]
+    found = since(mnt, known)
     if point is At.ROLLBACK_REPORTED:  # it was told before it was done, and then again
         assert len(found) == 2
         assert told(found[0], top.name) == told(found[1], top.name)
