@@ -17,7 +17,7 @@ from tierfs.fs.admission import FRESH, LOOK, PATIENCE, STALL, WAITING, NoRelief
 from tierfs.fs.caller import Caller
 from tierfs.fs.space import LEAST
 from tierfs.plan.placement import role_of
-from tierfs.types import ROOT_INO, Replica, ReplicaState
+from tierfs.types import ROOT_INO, Replica, ReplicaState, Usage
 
 MIB = 1 << 20
 ME = Caller(0, 0)
@@ -343,7 +343,7 @@ def test_no_truncating_open_while_every_tier_is_full(
         with parts.catalog.transaction():  # evicted: nothing would be freed by the truncation
             parts.catalog.remove_replica(next(r for r in parts.catalog.replicas(found.ino) if r.tier == "memory"))
         with monkeypatch.context() as full:
-            full.setattr(parts.files.space, "available", lambda tier: LEAST - 1)
+            full.setattr(parts.files.space, "outlook", lambda tier: Usage(MIB, MIB, LEAST - 1))
             with pytest.raises(FsError, match="every tier is full"):
                 await parts.files.open(found.ino, os.O_WRONLY | os.O_TRUNC)
             assert parts.catalog.attributes(found.ino) == found, "as it was"

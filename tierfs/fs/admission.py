@@ -170,6 +170,8 @@ class Admission:
             if len(chosen) > 1:
                 self.spilled += 1
                 chosen = chosen[1:]
+        if self.space.takes(chosen[0], expected):
+            return chosen[0]
         if not self.space.fits(chosen, expected):
             if not ticket.over and self._can_wait():
                 raise MustWait(tiers, expected)

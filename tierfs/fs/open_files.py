@@ -159,9 +159,7 @@ class OpenFiles:
             inode.writers += 1
             inode.unprivileged = inode.unprivileged or uid != 0
             if inode.writers == 1:
-                before = self.grown
                 self._measure(inode)
-                self.grown = before  # what was there has not grown
         else:
             inode.readers += 1
         return fh
@@ -386,7 +384,9 @@ class OpenFiles:
         found: dict[str, int] = {}
         for inode in self.inodes.values():
             if inode.writers:
+                before = inode.seen
                 size, tier = self._measure(inode), inode.replica.tier
+                self.grown += max(0, size - before)
                 if inode.replica.state is ReplicaState.OPEN:
                     found[tier] = found.get(tier, 0) + size
         return found
@@ -395,7 +395,6 @@ class OpenFiles:
         """Look at the backing file: its bytes. A size set ahead by ftruncate says what is still to come."""
         status = os.fstat(inode.fd)
         size = min(status.st_size, 512 * status.st_blocks)
-        self.grown += max(0, size - inode.seen)
         inode.seen = size
         known = inode.replica.size
         expected = self.space.learned.expect(inode.role)

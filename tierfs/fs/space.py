@@ -150,6 +150,10 @@ class Space:
                 continue
             yield Room(name, usage, self.policy.tier(name).high)
 
+    def takes(self, tier: str, expected: int) -> bool:
+        """Whether a file of this size is placed there without a look at any other tier."""
+        return any(room.takes(max(expected, LEAST)) for room in self._rooms([tier]))
+
     def fits(self, candidates: Iterable[str], expected: int) -> bool:
         """Whether any of them has room for a file of this size, and for any file at all."""
         return any(max(expected, LEAST) <= self.available(name) for name in candidates)

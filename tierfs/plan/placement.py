@@ -17,6 +17,10 @@ class Room:
     usage: Usage
     high: float
 
+    def takes(self, expected: int) -> bool:
+        """Whether ``expected`` more bytes fit below the high watermark."""
+        return self.usage.used + expected <= self.usage.capacity * self.high and expected <= self.usage.available
+
 
 def place(rooms: Iterable[Room], expected: int) -> str | None:
     """The first tier (fastest first) that holds ``expected`` more bytes below its high watermark;
@@ -27,7 +31,7 @@ def place(rooms: Iterable[Room], expected: int) -> str | None:
     asked: list[Room] = []
     for room in rooms:
         asked.append(room)
-        if room.usage.used + expected <= room.usage.capacity * room.high and expected <= room.usage.available:
+        if room.takes(expected):
             return room.tier
     for room in asked:
         if expected < room.usage.available:
