@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.fault.conftest import Switches
-from tests.mount.conftest import MODES, Mounter, make_base, passthrough_obstacle
+from tests.mount.conftest import MODES, Mounter, eventually, make_base, passthrough_obstacle
 from tierfs.testing.mounting import TestMount, mounted
 
 HERE = Path(__file__).parent
@@ -88,7 +88,7 @@ def test_a_mount_goes_on_while_a_tier_hangs(mounter: Mounter, mode: str, switche
         if tier == "nvme":
             assert (mnt.path / "before").read_bytes() == b"b" * (1 << 20), "the archive has it, too"
         assert time.monotonic() - started < 20, "something waited for the tier"
-        until(lambda: tier_of(mnt, other)["state"] == "ok", f"{other} is taken along")
+        eventually(lambda: tier_of(mnt, other)["state"] == "ok", f"{other} is taken along", seconds=60)
         threads = len(list(Path(f"/proc/{mnt.daemon_pid()}/task").iterdir()))
         assert threads < 60
         late = mnt.cli("flush", mnt.path, "--timeout", "1s", check=False)
@@ -110,15 +110,8 @@ def tier_of(mnt: TestMount, name: str) -> dict[str, object]:
 
 
 def state_of(mnt: TestMount, name: str, state: str) -> None:
-    until(lambda: tier_of(mnt, name)["state"] == state, f"{name} never became {state}")
+    eventually(lambda: tier_of(mnt, name)["state"] == state, f"{name} never became {state}", seconds=60)
     assert (tier_of(mnt, name)["last_error"] is None) == (state == "ok")
-
-
-def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def test_the_archive_is_a_filesystem_that_really_hangs(mounter: Mounter) -> None:

@@ -36,12 +36,12 @@ def passthrough_obstacle() -> str | None:
     return None if version >= (6, 9) else "needs Linux 6.9"
 
 
-def eventually(holds: Callable[[], object], seconds: float = 30.0) -> None:
+def eventually(holds: Callable[[], object], otherwise: str = "waited in vain", *, seconds: float = 30.0) -> None:
     """Wait for what another process does."""
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
 
 
 def need_mode(mode: str) -> None:

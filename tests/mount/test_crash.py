@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.mount.conftest import eventually
 from tierfs.testing.mounting import TestMount
 
 KILLS = int(os.environ.get("TIERFS_TEST_KILLS", "20"))
@@ -167,7 +168,7 @@ def test_killed_daemon_goes_unnoticed(passthrough_mnt: TestMount, pauses: list[f
     worker = threading.Thread(target=run)
     worker.start()
     try:
-        until(lambda: failure or any(top.iterdir()), seconds=90)
+        eventually(lambda: failure or any(top.iterdir()), seconds=90)
         for _ in range(KILLS):
             time.sleep(rng.uniform(0.02, 0.5))
             pauses.append(mnt.strike())
@@ -182,13 +183,6 @@ def test_killed_daemon_goes_unnoticed(passthrough_mnt: TestMount, pauses: list[f
     assert found(top) == outcome
     mnt.flush()
     assert found(mnt.archive / "run") == outcome
-
-
-def until(condition: Callable[[], object], *, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def found(top: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.test_semantics import until
+from tests.mount.conftest import eventually
 from tierfs.control.protocol import mount_table
 
 DEMO = Path(__file__).parents[2] / "demo" / "demo.py"
@@ -53,7 +53,7 @@ def test_a_demo_that_is_ended_leaves_nothing_behind(base: Path, number: signal.S
     command = [sys.executable, "-c", RUN.format(str(DEMO)), str(base), "--saves", "40", "--width", "64"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as demo:
         try:
-            until(lambda: any((base / "mnt").glob("*.pt")), seconds=60)
+            eventually(lambda: any((base / "mnt").glob("*.pt")), seconds=60)
             demo.send_signal(number)
             output, _ = demo.communicate(timeout=60)
         finally:

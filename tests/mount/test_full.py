@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import Mounter, loop_disk
+from tests.mount.conftest import Mounter, eventually, loop_disk
 from tests.mount.test_ladder import drain_status
-from tests.mount.test_semantics import MB, in_thread, limited, mode, paused, tier_status, tiers_of, until
+from tests.mount.test_semantics import MB, in_thread, limited, mode, paused, tier_status, tiers_of
 from tierfs.testing.mounting import TestMount
 
 __all__ = ["mode"]
@@ -73,7 +73,7 @@ def test_shards_begun_at_once_do_not_overfill_memory(mounter: Mounter, mode: str
         data = content(20 * MB)
         save(mnt.path / "rank0-step0.distcp", data)
         (mnt.path / "rank0-step0.distcp").unlink()
-        until(lambda: int(str(tier_status(mnt, "memory")["used"])) < MB)
+        eventually(lambda: int(str(tier_status(mnt, "memory")["used"])) < MB)
         with contextlib.ExitStack() as stack:
             files = [
                 stack.enter_context((mnt.path / f"rank{rank}-step1.distcp").open("wb", buffering=0))
@@ -97,7 +97,7 @@ def test_no_more_than_the_limit_is_in_memory_alone(mounter: Mounter, mode: str) 
         with paused(mnt):
             for number in range(4):
                 save(mnt.path / f"{number}.pt", content(20 * MB))
-                until(lambda: not any(tier_status(mnt, tier)["open"] for tier in ("memory", "nvme")))
+                eventually(lambda: not any(tier_status(mnt, tier)["open"] for tier in ("memory", "nvme")))
             found = [tiers_of(mnt, mnt.path / f"{number}.pt") for number in range(4)]
             assert found == [{"memory"}, {"nvme"}, {"nvme"}, {"nvme"}]
             drain = drain_status(mnt)
@@ -115,10 +115,10 @@ def test_a_create_that_waits_holds_nobody_else_up(mounter: Mounter, mode: str) -
             (mnt.path / name).mkdir()
         first, second = mnt.path / "a" / "1.pt", mnt.path / "a" / "2.pt"
         save(first, content(24 * MB))
-        until(lambda: tier_status(mnt, "memory")["open"] == 0)  # its release came: its size is known
+        eventually(lambda: tier_status(mnt, "memory")["open"] == 0)  # its release came: its size is known
         began = time.monotonic()
         waiting = in_thread(lambda: save(second, content(24 * MB)))
-        until(lambda: drain_status(mnt)["waiting"] == 1 or not waiting.is_alive())
+        eventually(lambda: drain_status(mnt)["waiting"] == 1 or not waiting.is_alive())
         assert waiting.is_alive(), "it should have waited for the drain"
         for number in range(20):
             (mnt.path / "b" / f"{number}").write_bytes(b"x")
@@ -191,7 +191,7 @@ def test_full_everywhere_breaks_nothing_and_needs_no_restart(mounter: Mounter, m
             (mnt.path / "good.pt").rename(mnt.path / "renamed.pt")
             for path, _ in made[:4]:
                 path.unlink()
-            until(lambda: _can_save(mnt.path / "after.pt", good))
+            eventually(lambda: _can_save(mnt.path / "after.pt", good))
             assert (mnt.path / "after.pt").read_bytes() == good
         mnt.flush()  # the archive has room: everything gets through, and up there it becomes room
         assert (mnt.archive / "renamed.pt").read_bytes() == good

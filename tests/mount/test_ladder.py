@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import Mounter
-from tests.mount.test_semantics import MB, limited, mode, paused, until
+from tests.mount.conftest import Mounter, eventually
+from tests.mount.test_semantics import MB, limited, mode, paused
 from tierfs.testing.mounting import TestMount, is_mounted
 
 __all__ = ["mode"]
@@ -48,7 +48,7 @@ def test_a_missed_deadline_shows_in_status_and_once_in_the_log(mounter: Mounter,
         with paused(mnt):
             (mnt.path / "model.pt").write_bytes(b"m" * MB)
             (mnt.path / "other").write_bytes(b"o" * MB)
-            until(lambda: "past their deadline" in mnt.log)
+            eventually(lambda: "past their deadline" in mnt.log)
             drain = drain_status(mnt)
             assert (drain["late_files"], drain["late_bytes"], drain["late"]) == (1, MB, ["model.pt"])
             assert "past their deadline: 1 files (1MiB), first model.pt" in mnt.cli("status", mnt.path).out
@@ -119,7 +119,7 @@ def test_sigterm_drains_for_as_long_as_the_policy_says_and_lists_the_rest(
         command = [sys.executable, "-m", "tierfs", "mount", "--foreground", mnt.config, mnt.path]
         with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as service:
             try:
-                until(lambda: is_mounted(mnt.path) and mnt.cli("status", mnt.path, check=False).code == 0)
+                eventually(lambda: is_mounted(mnt.path) and mnt.cli("status", mnt.path, check=False).code == 0)
                 with broken_archive(mnt):
                     (mnt.path / "model.pt").write_bytes(b"m" * MB)
                     service.send_signal(signal.SIGTERM)

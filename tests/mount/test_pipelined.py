@@ -11,18 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import MODES, TEST_LIMIT, Mounter
+from tests.mount.conftest import MODES, TEST_LIMIT, Mounter, eventually
 from tierfs.testing.mounting import TestMount
 
 MIB = 1 << 20
 SIZE = 100 * MIB
-
-
-def eventually(holds: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def early_bytes(mnt: TestMount) -> int:

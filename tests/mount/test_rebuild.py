@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import MODES, Mounter
-from tests.mount.test_semantics import limited, until
+from tests.mount.conftest import MODES, Mounter, eventually
+from tests.mount.test_semantics import limited
 from tierfs.fsck.rebuild import REPORT
 from tierfs.state import CATALOG
 from tierfs.testing.mounting import TestMount, is_mounted
@@ -130,7 +130,7 @@ def test_after_a_crash_what_was_durable_is_there(mounter: Mounter, mode: str) ->
                 os.kill(pid, signal.SIGKILL)
                 break
         subprocess.run(["umount", "-l", mnt.path], check=True)
-        until(lambda: "in use" not in mnt.cli("fsck", mnt.config, check=False).err)
+        eventually(lambda: "in use" not in mnt.cli("fsck", mnt.config, check=False).err)
         lose_machine(mnt)
         rebuild(mnt)
         assert look(mnt.path) == before
@@ -186,4 +186,4 @@ def test_fsck_repair_mends_what_fsck_finds(mounter: Mounter, mode: str) -> None:
         mnt.mount()
         assert look(mnt.path) == before
         mnt.flush()
-        until(lambda: (mnt.archive / "run" / "latest").is_symlink())
+        eventually(lambda: (mnt.archive / "run" / "latest").is_symlink())

@@ -12,12 +12,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import MODES, TEST_LIMIT, Mounter
+from tests.mount.conftest import MODES, TEST_LIMIT, Mounter, eventually
 from tierfs.testing.mounting import TestMount
 from tierfs.tiers.copy import CHUNK
 
@@ -81,13 +81,6 @@ def tiers(mnt: TestMount, path: Path) -> set[object]:
     replicas = mnt.info(path)["replicas"]
     assert isinstance(replicas, list)
     return {replica["tier"] for replica in replicas}
-
-
-def eventually(holds: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def leftovers(mnt: TestMount) -> list[Path]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import MODES, Mounter
-from tests.mount.test_semantics import paused, until
+from tests.mount.conftest import MODES, Mounter, eventually
+from tests.mount.test_semantics import paused
 from tierfs.testing.mounting import TestMount, is_mounted
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs a tmpfs of its own")
@@ -47,7 +47,7 @@ def die(mnt: TestMount) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     mnt.umount()
     assert not is_mounted(mnt.path)
     subprocess.run(["umount", mnt.memory], check=True)
@@ -160,11 +160,11 @@ def test_held_deletes_go_once_the_successor_is_durable(mount: TestMount) -> None
         assert mount.status()["held_deletes"] == {"files": 1, "bytes": tiers * MB}
         assert os.statvfs(mount.path).f_bfree - free <= MB * 5 // 4 // os.statvfs(mount.path).f_frsize, "memory only"
     mount.flush()
-    until(lambda: mount.status()["held_deletes"] == {"files": 0, "bytes": 0})
+    eventually(lambda: mount.status()["held_deletes"] == {"files": 0, "bytes": 0})
     assert not (mount.archive / "1").exists()
     if mount.nvme is not None:
         files = [path for path in (mount.nvme / "data").rglob("*") if path.is_file()]
-        until(lambda: len([path for path in files if path.exists()]) == 1)
+        eventually(lambda: len([path for path in files if path.exists()]) == 1)
     die(mount)
     mount.mount()
     assert (mount.path / "2").read_bytes() == b"2" * MB

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import MODES, Mounter
+from tests.mount.conftest import MODES, Mounter, eventually
 from tests.mount.test_posix import RENAME_EXCHANGE, renameat2
 from tierfs.fs.copies import RENAME_AT_ONCE
 from tierfs.testing.mounting import TestMount, is_mounted
@@ -44,13 +44,6 @@ def paused(mnt: TestMount) -> Iterator[None]:
         yield
     finally:
         mnt.cli("resume", mnt.path)
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def tiers_of(mnt: TestMount, path: Path) -> set[str]:
@@ -134,7 +127,7 @@ def test_who_waits_in_fsync_can_be_killed_and_is_not_disturbed_otherwise(mounter
         with subprocess.Popen(command, stdout=subprocess.PIPE) as waiter:
             assert waiter.stdout is not None
             assert waiter.stdout.readline() == b"waits\n"
-            until(lambda: "State:\tS" in Path(f"/proc/{waiter.pid}/status").read_text())  # sleeps in the call
+            eventually(lambda: "State:\tS" in Path(f"/proc/{waiter.pid}/status").read_text())  # sleeps in the call
             waiter.send_signal(signal.SIGUSR1)
             with pytest.raises(subprocess.TimeoutExpired):
                 waiter.wait(0.5)
@@ -259,7 +252,7 @@ def test_a_userspace_mount_ends_with_its_daemon_and_its_files_stay(mounter: Moun
         (mnt.path / "dir").mkdir()
         pid = mnt.daemon_pid()
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not Path(f"/proc/{pid}").exists())
+        eventually(lambda: not Path(f"/proc/{pid}").exists())
         with pytest.raises(OSError, match="not connected"):
             os.listdir(mnt.path)
         mnt.umount()
@@ -381,7 +374,7 @@ def test_open_files_are_not_evicted(mnt: TestMount) -> None:
         mnt.evict(mnt.path / "model.pt")
         return "memory" not in tiers_of(mnt, mnt.path / "model.pt")
 
-    until(evicted)
+    eventually(evicted)
     assert (mnt.path / "model.pt").read_bytes() == b"m" * MB
 
 
@@ -406,7 +399,7 @@ def test_clean_copies_make_room_in_memory(mounter: Mounter, mode: str) -> None:
         for number in range(6):
             (mnt.path / f"{number}.pt").write_bytes(bytes([number]) * (20 * MB))
             mnt.flush()
-        until(lambda: int(str(tier_status(mnt, "memory")["used"])) <= 55 * MB)
+        eventually(lambda: int(str(tier_status(mnt, "memory")["used"])) <= 55 * MB)
         assert "memory" in tiers_of(mnt, mnt.path / "model.best")
         for number in range(6):
             assert (mnt.path / f"{number}.pt").read_bytes() == bytes([number]) * (20 * MB)
@@ -417,7 +410,7 @@ def test_keep_none_leaves_memory_once_durable_below(mounter: Mounter, mode: str)
     with limited(mounter, mode, rules=rules) as mnt:
         (mnt.path / "model.pt").write_bytes(b"m" * MB)
         mnt.flush(to="nvme")
-        until(lambda: "memory" not in tiers_of(mnt, mnt.path / "model.pt"))
+        eventually(lambda: "memory" not in tiers_of(mnt, mnt.path / "model.pt"))
         assert (mnt.path / "model.pt").read_bytes() == b"m" * MB
 
 
@@ -478,7 +471,7 @@ def test_an_archive_that_fails_costs_only_time(mounter: Mounter, mode: str) -> N
             pytest.skip("the archive's filesystem knows no immutable directories")
         try:
             (mnt.path / "model.pt").write_bytes(b"m" * MB)
-            until(lambda: tier_status(mnt, "archive")["state"] == "failing")
+            eventually(lambda: tier_status(mnt, "archive")["state"] == "failing")
             assert "archive" in str(tier_status(mnt, "archive")["last_error"])
             assert (mnt.path / "before.pt").read_bytes() == b"b" * MB
             (mnt.path / "model.pt").rename(mnt.path / "renamed.pt")
