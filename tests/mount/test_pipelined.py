@@ -85,7 +85,7 @@ def test_cut_off_and_written_anew(mnt: TestMount, data: bytes, size: int) -> Non
         os.pwrite(file.fileno(), b"y" * 1000, size)
     mnt.flush()
     assert (mnt.archive / "model.pt").read_bytes() == data[:size] + b"y" * 1000
-    assert temporaries(mnt) == []
+    eventually(lambda: temporaries(mnt) == [], "temporary files stay")
 
 
 def remove(path: Path) -> None:

@@ -145,6 +145,7 @@ def test_nothing_overtakes_what_concerns_its_own_name_or_file(parts: Parts, tmp_
             await until(lambda: (archive / "a").exists() and (archive / "b").exists())
             c = save(parts, b"c", 6 * MIB)
             await until(lambda: full(parts) and parts.migrator.durable(c, 1, "nvme"))
+            await until(lambda: parts.catalog.published(ROOT_INO, b"c") is not None)
             parts.names.rename(ROOT_INO, b"a", ROOT_INO, b"b", 0, ME)
             delete(parts, b"b", a)
             parts.names.forget([b])

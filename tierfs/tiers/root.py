@@ -63,7 +63,7 @@ class ArchiveRoot:
         self.uuid = ""
         self._held: Held | None = None
         self._lock = threading.Lock()
-        self._session: str | None = None
+        self._session = secrets.token_hex(4)
         self._noted: OrderedDict[tuple[bytes, ...], None] = OrderedDict()
         """Files whose refused attributes were logged."""
 
@@ -193,8 +193,6 @@ class ArchiveRoot:
 
     def prefix(self) -> bytes:
         """Begins the name of every temporary file of this process."""
-        if self._session is None:
-            self._session = secrets.token_hex(4)
         return f"{self._session}.".encode()
 
     def discard(self, temp: bytes) -> None:
