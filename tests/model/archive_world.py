@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import stat
 import threading
@@ -145,7 +146,7 @@ class World:
         self.catalog.sync = self.sync  # type: ignore[method-assign]
         self.archive = Archive(self.catalog, self.store, "archive", copies=CatalogCopies(self.store))
         self.swept = False
-        self.store._session = None
+        self.store._session = secrets.token_hex(4)
         self.ready = {}
 
         async def no_recall(attributes: Attributes, tier: str) -> Replica:
