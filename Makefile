@@ -13,8 +13,9 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Mount tests mostly wait: two at a time. More would starve each other on a small machine.
 test: lint
-	$(BIN)/python -m pytest -q --durations=25
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=25
 
 # Without a mount: seconds.
 unit: setup
