@@ -221,6 +221,31 @@ def test_signs_of_life_put_the_end_off() -> None:
     trio.run(main, clock=MockClock())
 
 
+def test_the_event_loop_hears_of_a_few_signs_of_life_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = []
+    extend = Beat._extend
+    monkeypatch.setattr(Beat, "_extend", lambda beat, more: (heard.append(more), extend(beat, more)))
+
+    async def main() -> None:
+        beat = Beat()
+        clock = trio.lowlevel.current_clock()
+        assert isinstance(clock, MockClock)
+        with trio.CancelScope(deadline=60) as scope:
+            beat.begin(scope, 60)
+            for _ in range(1000):
+                beat()
+                clock.jump(lanes.HEARD_SECONDS / 100)
+            await trio.testing.wait_all_tasks_blocked()
+            assert 9 <= len(heard) <= 11
+            assert not beat.missed(lanes.HEARD_SECONDS * 1.1)
+            beat(lanes.SLOWEST)
+            beat(lanes.SLOWEST)
+            await trio.testing.wait_all_tasks_blocked()
+            assert heard[-2:] == [1, 1], "that a long sync begins is heard at once"
+
+    trio.run(main, clock=MockClock())
+
+
 def test_a_long_sync_is_no_hang() -> None:
     async def main() -> None:
         lane, beat = Lane("nvme", patience=5), Beat()

@@ -9,7 +9,8 @@ import pytest
 import trio
 import trio.testing
 
-from tierfs.fs.space import PATIENCE_SECONDS, REFRESH_SECONDS, RemoteProbe
+from tierfs.fs.space import AMPLE, AMPLE_SECONDS, LEAST, PATIENCE_SECONDS, REFRESH_SECONDS, RemoteProbe, Space
+from tierfs.policy.load import parse_policy
 from tierfs.types import Usage
 
 
@@ -82,3 +83,35 @@ def test_a_mount_begins_although_the_archive_hangs() -> None:
         hangs.set()
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.02))
+
+
+def test_a_tier_with_ample_room_is_not_asked_at_every_create() -> None:
+    policy = parse_policy("tiers:\n  memory: {kind: memory, size: 64GiB}\n  archive: {kind: dir, path: /a}\n", "test")
+    used, asked, now = [0], [], [0.0]
+
+    def ask(held: int) -> Usage:
+        asked.append(now[0])
+        return Usage(2 * AMPLE, used[0], 2 * AMPLE - used[0])
+
+    space = Space(policy, {"memory": ask}, lambda tier: 0, clock=lambda: now[0])
+    for _ in range(100):
+        assert space.takes("memory", 0)
+    assert len(asked) == 1
+    used[0] = 2 * AMPLE
+    now[0] += AMPLE_SECONDS
+    assert not space.takes("memory", 0), "what is written meanwhile counts soon"
+    used[0] = AMPLE // 2
+    now[0] += AMPLE_SECONDS
+    spare = int(2 * AMPLE * policy.tier("memory").high) - used[0]
+    asked.clear()
+    placed = 0
+    while not asked[1:]:
+        assert space.takes("memory", 4 << 20)
+        placed += 4 << 20
+    assert AMPLE - (8 << 20) <= spare - placed <= AMPLE, "no more than is to spare is placed without a look"
+    used[0] = 2 * AMPLE - LEAST
+    now[0] += AMPLE_SECONDS
+    for _ in range(3):
+        asked.clear()
+        assert not space.takes("memory", 0)
+        assert asked, "a tier that is nearly full is asked each time"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
@@ -25,6 +26,8 @@ PATIENCE = 60.0
 """Seconds without a sign of life until a call is given up; the policy's ``limits.tier_timeout``."""
 STALL_SECONDS = 10.0
 """The longest that the event loop itself waits for a tier, in the few calls that cannot give way: see `Lane.call`."""
+HEARD_SECONDS = 0.2
+"""Between two signs of life that the event loop is woken for."""
 SLOWEST = 10 << 20
 """Bytes per second below which a sync of that many bytes counts as hung."""
 
@@ -32,20 +35,28 @@ T = TypeVar("T")
 
 
 class Beat:
-    """Signs of life of a call, given by its threads: each puts the end of the patience off."""
+    """Signs of life of a call, given by its threads: each puts the end of the patience off. The event loop hears of a
+    few a second: a copy gives hundreds."""
 
     def __init__(self) -> None:
         self._token: trio.lowlevel.TrioToken | None = None
+        self._clock: trio.abc.Clock | None = None
         self._scope: trio.CancelScope | None = None
         self._patience = 0.0
+        self._heard = -math.inf
 
     def begin(self, scope: trio.CancelScope, patience: float) -> None:
-        self._token = trio.lowlevel.current_trio_token()
+        self._clock = trio.lowlevel.current_clock()
         self._scope, self._patience = scope, patience
+        self._token = trio.lowlevel.current_trio_token()
 
     def __call__(self, size: int = 0) -> None:
         """From any thread. ``size`` bytes are about to be synced, which takes as long as it takes."""
-        if self._token is not None:
+        if self._token is None or self._clock is None:
+            return
+        now = self._clock.current_time()
+        if size or now - self._heard >= min(HEARD_SECONDS, self._patience / 10):
+            self._heard = now
             with contextlib.suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(self._extend, size / SLOWEST)
 

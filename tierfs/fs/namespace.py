@@ -105,7 +105,7 @@ class Namespace:
             raise
         reach(At.CREATE_RECORDED)
         inode = self.files.attach(replica, fd, rule, role)
-        return self.files.add_handle(inode, flags, caller.uid), attributes
+        return self.files.add_handle(inode, flags, caller.uid, empty=True), attributes
 
     def make(
         self, parent: int, name: bytes, mode: int, caller: Caller, *, rdev: int = 0, target: bytes | None = None

@@ -149,8 +149,8 @@ class OpenFiles:
         self.inodes[replica.ino] = inode
         return inode
 
-    def add_handle(self, inode: OpenInode, flags: int, uid: int = 0) -> int:
-        """A new handle of an attached inode, opened by ``uid``."""
+    def add_handle(self, inode: OpenInode, flags: int, uid: int = 0, *, empty: bool = False) -> int:
+        """A new handle of an attached inode, opened by ``uid``; ``empty``: the file was made for it."""
         self._serial += 1
         fh = self._serial
         handle = Handle(inode, flags)
@@ -158,7 +158,10 @@ class OpenFiles:
         if handle.writes:
             inode.writers += 1
             inode.unprivileged = inode.unprivileged or uid != 0
-            if inode.writers == 1:
+            if empty:
+                expected = self.space.learned.expect(inode.role)
+                self.space.grow(inode.ino, inode.replica.tier, 0, expected)
+            elif inode.writers == 1:
                 self._measure(inode)
         else:
             inode.readers += 1

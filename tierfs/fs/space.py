@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ Probe = Callable[[int], Usage]
 REFRESH_SECONDS, PATIENCE_SECONDS = 2.0, 10.0
 LEAST = 64 << 10
 """A tier with fewer bytes available is full."""
+AMPLE, AMPLE_SECONDS = 256 << 20, 0.005
+"""A tier with so many bytes to spare is not asked again for so many seconds: nothing writes 50 GB a second."""
 
 
 class DoesNotAnswer(TimeoutError):
@@ -94,10 +97,13 @@ class Space:
     held: Callable[[str], int]
     """Bytes of a tier's replicas, as the catalog has them."""
     learned: LearnedSizes = field(default_factory=LearnedSizes)
+    clock: Callable[[], float] = time.monotonic
     reserved: dict[str, int] = field(default_factory=dict)
     """Bytes per tier that files on their way up will take, and that the catalog does not know yet."""
     growing: dict[int, Growth] = field(default_factory=dict)
     """By inode; as of the open, or of the last look at the file."""
+    _ample: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By tier: bytes that files may still be placed with, and until when."""
     _grown: Counter[str] = field(default_factory=Counter)
     _coming: Counter[str] = field(default_factory=Counter)
 
@@ -152,7 +158,15 @@ class Space:
 
     def takes(self, tier: str, expected: int) -> bool:
         """Whether a file of this size is placed there without a look at any other tier."""
-        return any(room.takes(max(expected, LEAST)) for room in self._rooms([tier]))
+        need, now = max(expected, LEAST), self.clock()
+        left, until = self._ample.get(tier, (0, 0.0))
+        if need <= left and now < until:
+            self._ample[tier] = left - need, until
+            return True
+        for room in self._rooms([tier]):
+            self._ample[tier] = room.spare - need - AMPLE, now + AMPLE_SECONDS
+            return room.takes(need)
+        return False
 
     def fits(self, candidates: Iterable[str], expected: int) -> bool:
         """Whether any of them has room for a file of this size, and for any file at all."""

@@ -32,7 +32,7 @@ SUCCESSION = 1e-3
 """Requests at most this many seconds after the last reply are in quick succession."""
 KILL_LOOK = 0.1
 """Seconds between looks at whether somebody who waits and got a signal is being killed."""
-SLICE = 2e-3
+SLICE = 5e-3
 """Seconds after which the daemon's other tasks get their turn, however many requests there are."""
 
 ORDINARY = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EINVAL, errno.ERANGE})

@@ -19,7 +19,12 @@ class Room:
 
     def takes(self, expected: int) -> bool:
         """Whether ``expected`` more bytes fit below the high watermark."""
-        return self.usage.used + expected <= self.usage.capacity * self.high and expected <= self.usage.available
+        return expected <= self.spare
+
+    @property
+    def spare(self) -> int:
+        """Bytes that fit below the high watermark."""
+        return min(int(self.usage.capacity * self.high) - self.usage.used, self.usage.available)
 
 
 def place(rooms: Iterable[Room], expected: int) -> str | None:

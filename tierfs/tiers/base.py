@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Protocol
 
 from tierfs.durable import TemporaryFile, create_temporary, fsync_directory
@@ -205,6 +206,29 @@ class _Opened:
             os.close(fd)
 
 
+class _Use:
+    """See `ReplicaStore._use`: on the way of every create and open."""
+
+    __slots__ = ("_opened", "_store")
+
+    def __init__(self, store: ReplicaStore) -> None:
+        self._store = store
+
+    def __enter__(self) -> _Opened:
+        with self._store._lock:
+            opened = self._store._opened
+            if opened is None:
+                raise OSError(errno.EBADF, "the tier is not open")
+            opened.users += 1
+        self._opened = opened
+        return opened
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with self._store._lock:
+            self._opened.users -= 1
+            self._store._drop(self._opened)
+
+
 class ReplicaStore:
     """A private directory with one file per replica, ``data/<two hex digits>/<key>``. Thread-safe once prepared.
 
@@ -291,20 +315,9 @@ class ReplicaStore:
         if opened.retired and not opened.users:
             opened.close()
 
-    @contextlib.contextmanager
-    def _use(self) -> Iterator[_Opened]:
-        """The opened directory, kept open meanwhile. OSError when there is none."""
-        with self._lock:
-            opened = self._opened
-            if opened is None:
-                raise OSError(errno.EBADF, "the tier is not open")
-            opened.users += 1
-        try:
-            yield opened
-        finally:
-            with self._lock:
-                opened.users -= 1
-                self._drop(opened)
+    def _use(self) -> _Use:
+        """For a block: the opened directory, kept open meanwhile. OSError when there is none."""
+        return _Use(self)
 
     def check_catalog(self, catalog: str, *, claim: bool, known: bool = False) -> None:
         """See `check_owner`. Raises TierError."""
@@ -329,29 +342,32 @@ class ReplicaStore:
     @contextlib.contextmanager
     def _directory(self, key: str, *, create: bool = False) -> Iterator[int]:
         """Descriptor of the directory in which the replica is. Raises OSError."""
+        with self._use() as opened:
+            yield self._spread(opened, key, create=create)
+
+    def _spread(self, opened: _Opened, key: str, *, create: bool) -> int:
         if not _KEY.fullmatch(key):
             raise OSError(errno.EINVAL, "not a replica key", key)
         number = int(self._belongs(key), 16)
-        with self._use() as opened:
-            fd = opened.spread.get(number)
-            if fd is None:
-                fresh = open_directory(b"%02x" % number, opened.data, create=create)
-                fd = opened.spread.setdefault(number, fresh)
-                if fd != fresh:
-                    os.close(fresh)
-            yield fd
+        fd = opened.spread.get(number)
+        if fd is None:
+            fresh = open_directory(b"%02x" % number, opened.data, create=create)
+            fd = opened.spread.setdefault(number, fresh)
+            if fd != fresh:
+                os.close(fresh)
+        return fd
 
     def create(self, key: str) -> int:
         """A new empty replica, open for reading and writing. Raises OSError: EEXIST when there is one."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        with self._directory(key, create=True) as directory:
-            return os.open(key, flags, 0o600, dir_fd=directory)
+        with self._use() as opened:
+            return os.open(key, flags, 0o600, dir_fd=self._spread(opened, key, create=True))
 
     def open(self, key: str, *, write: bool = True) -> int:
         """The replica, open for reading and, by default, writing. Raises OSError: ENOENT when there is none."""
         flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
-        with self._directory(key) as directory:
-            return os.open(key, flags, dir_fd=directory)
+        with self._use() as opened:
+            return os.open(key, flags, dir_fd=self._spread(opened, key, create=False))
 
     def is_written(self, key: str) -> bool:
         """Whether anybody has the replica open or mapped for writing. False, too, where the filesystem has no leases,
