@@ -105,5 +105,5 @@ def draining(mode: str, size: int, repeat: int, base: Path) -> list[Row]:
     disk.mkdir()
     memory = f"{(size * 10 >> 20) + 512}MiB"
     with mounted(base, mode=mode, archive=base / "archive", memory=memory) as mount:
-        rows = drain_speed(mount, disk, size, repeat)
+        rows = drain_speed(mount, disk, 4 * size, repeat)
         return rows + under_drain(mount, size, repeat)
