@@ -119,7 +119,7 @@ def throughput(mode: str, size: int, repeat: int, base: Path) -> list[Row]:
         tops = mount.path, *sides.values()
 
         def cleared() -> None:
-            """The bare tmpfs would reuse the pages of the file that is replaced, the mount frees them while it writes."""
+            """The bare tmpfs would reuse the pages of what it replaces, the mount frees them while it writes."""
             for top in tops:
                 (top / SAVED).unlink(missing_ok=True)
             while used_bytes(mount.memory) > BLOCK:

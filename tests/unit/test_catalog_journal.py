@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tierfs.catalog import Catalog
+from tierfs.catalog import Catalog, database
 from tierfs.catalog.database import GROUP, INO_BLOCK
 from tierfs.catalog.journal import SIZE, Journal
 from tierfs.errors import CatalogDamaged, CatalogError, FsError
@@ -321,3 +321,28 @@ def test_a_bulk_transaction_is_all_or_nothing_whatever_its_size(tmp_path: Path) 
     names = {entry.name for entry in again.entries(1, 0, 1000)}
     assert names == {b"before", b"after", *(b"%d" % number for number in range(1000, 1300))}
     again.close()
+
+
+def _bulk(catalog: Catalog) -> None:
+    with catalog.bulk():
+        catalog.add_entry(ROOT_INO, b"name", 2)
+
+
+@pytest.mark.parametrize("step", [Catalog.commit, Catalog.checkpoint, Catalog.freeze, Catalog.forget_requests, _bulk])
+def test_a_block_that_changes_nothing_is_in_nothings_way(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch, step: Callable[[Catalog], object]
+) -> None:
+    """SQLite has a transaction open then, in which it can neither be folded nor closed."""
+    monkeypatch.setattr(database, "CHECKPOINT_BYTES", 0)
+    with catalog.transaction():
+        catalog.add_entry(ROOT_INO, b"before", 2)
+    catalog.commit()
+    for _ in range(2):
+        with catalog.transaction():
+            pass
+        step(catalog)
+        if step is _bulk:
+            with catalog.transaction():
+                catalog.remove_entry(ROOT_INO, b"name")
+    assert catalog.lookup(ROOT_INO, b"before") is None  # a name without an inode
+    assert catalog.has_entries(ROOT_INO)

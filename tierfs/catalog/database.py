@@ -30,7 +30,7 @@ GROUP = 128
 COMMIT_BYTES = SIZE * 3 // 4
 """Bytes of the journal at which SQLite commits before `GROUP` is reached."""
 
-CHECKPOINT_BYTES = 64 << 20
+CHECKPOINT_BYTES = 16 << 20
 _DAMAGE = (11, 26)
 """SQLITE_CORRUPT, SQLITE_NOTADB"""
 _NO_ROOM = (13, 14)
@@ -309,6 +309,8 @@ class Database:
         Raises CatalogError when the disk is full; nothing is lost then, and the next call tries again."""
         assert not self._inside
         if not self._uncommitted:
+            if self._db.in_transaction:  # blocks that changed nothing have begun it
+                self._run("COMMIT")
             return
         following = self._journal.generation + 1
         try:

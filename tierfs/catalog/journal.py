@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import marshal
 import os
-import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ _HEADER = struct.Struct("<8sQ")
 _RECORD = struct.Struct("<II")
 _MARSHAL = 4
 
-_START = re.compile(rb"[)\xa9]\x04")
+_STARTS = b")\x04", b"\xa9\x04"
 """How `marshal` begins a tuple of four: every payload begins so."""
 
 Statement = tuple[str, tuple[Any, ...]]
@@ -90,12 +89,14 @@ class Journal:
         A process that dies leaves no such hole; only a power cut may, and the records behind it are void then."""
         data = self._read(generation)
         offset = max((end for _, end in self._scan(generation)), default=_HEADER.size)
-        for found in _START.finditer(data, offset + _RECORD.size):
-            at = found.start() - _RECORD.size
-            length, checksum = _RECORD.unpack_from(data, at)
-            payload = data[found.start() : found.start() + length]
-            if 0 < length == len(payload) and zlib.crc32(payload, generation) == checksum:
-                return offset
+        for begin in _STARTS:
+            at = data.find(begin, offset + _RECORD.size)
+            while at >= 0:
+                length, checksum = _RECORD.unpack_from(data, at - _RECORD.size)
+                payload = data[at : at + length]
+                if 0 < length == len(payload) and zlib.crc32(payload, generation) == checksum:
+                    return offset
+                at = data.find(begin, at + 1)
         return None
 
     def resume(self, generation: int) -> None:
