@@ -1,16 +1,18 @@
-"""Reports of what a start found and put right, kept in the state directory as JSON, newest last."""
+"""Reports of what a start found and put right, kept in the state directory as JSON, newest last; and that of the last
+rebuild of the catalog."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 FILE = "recovery.json"
+REBUILD = "rebuild.json"
 KEPT = 20
 """Reports; older ones are forgotten."""
 
@@ -106,13 +108,45 @@ def keep_report(state: Path, report: Report) -> None:
 
 
 def write_reports(state: Path, reports: Iterable[Report]) -> None:
-    text = json.dumps({"format": 1, "reports": [asdict(report) for report in reports]}, indent=1)
-    temporary = state / f".{FILE}.tmp"
+    _write(state, FILE, {"format": 1, "reports": [asdict(report) for report in reports]})
+
+
+def keep_rebuild(state: Path, report: Mapping[str, object]) -> None:
+    """What ``tierfs fsck --rebuild`` did, in the place of what the last one did. Blocks on the disk. Raises OSError."""
+    _write(state, REBUILD, report)
+
+
+def read_rebuild(state: Path) -> dict[str, Any] | None:
+    """What was kept; None when there is no file or it is no such file."""
+    try:
+        found = json.loads((state / REBUILD).read_text())
+        copy = found["copy"]
+        return {
+            **found,
+            "at": float(found["at"]),
+            "why": str(found["why"]),
+            "kept_aside": None if found["kept_aside"] is None else str(found["kept_aside"]),
+            "copy": None if copy is None else {"number": int(copy["number"]), "made": str(copy["made"])},
+            "batches_logged": int(found["batches_logged"]),
+            "files": int(found["files"]),
+            "done": [{key: str(deed[key]) for key in ("kind", "what", "path")} for deed in found["done"]],
+            "lost": [str(path) for path in found["lost"]],
+            "problems": [{key: str(it[key]) for key in ("severity", "what", "path")} for it in found["problems"]],
+        }
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+def _write(state: Path, name: str, content: Mapping[str, object]) -> None:
+    text = json.dumps(content, indent=1)
+    temporary = state / f".{name}.tmp"
     with open(temporary, "w", encoding="ascii") as file:
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
-    os.rename(temporary, state / FILE)
+    os.rename(temporary, state / name)
     directory = os.open(state, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.mount.conftest import MODES, Mounter, eventually
 from tests.mount.test_semantics import limited
-from tierfs.fsck.rebuild import REPORT
+from tierfs.report import REBUILD
 from tierfs.state import CATALOG
 from tierfs.testing.mounting import TestMount, is_mounted
 
@@ -163,7 +163,7 @@ def test_a_damaged_catalog_is_refused_with_the_command_that_rebuilds_it(mounter:
         report = rebuild(mnt)
         assert look(mnt.path) == before
         assert Path(str(report["kept_aside"]), CATALOG).read_bytes().startswith(b"garbage")
-        assert (mnt.state / REPORT).exists()
+        assert (mnt.state / REBUILD).exists()
         mounted = mnt.cli("fsck", "--rebuild", mnt.config, check=False)
         assert mounted.code == 2
         assert "umount" in mounted.err

@@ -20,7 +20,8 @@ from tierfs.cli import main, mounting, render
 from tierfs.control.protocol import MountRecord, list_mounts, mount_table
 from tierfs.control.server import Handler, ProgressCallback, serve_control
 from tierfs.errors import MountError, NotDurableInTime, UsageError
-from tierfs.fsck.session import Report
+from tierfs.fsck.session import Report as FsckReport
+from tierfs.report import Lost, Report, keep_rebuild, keep_report
 
 Json = dict[str, Any]
 DEAD = 2**22 + 1
@@ -485,7 +486,7 @@ def test_fsck(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) ->
 def test_fsck_that_lost_a_file_has_failed(
     config: Path, option: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    report = Report()
+    report = FsckReport()
     report.did("replaced the missing replica on nvme", b"good.pt")
     fake = types.ModuleType("tierfs.fsck")
     fake.repair_all = lambda policy, progress, data: report  # type: ignore[attr-defined]
@@ -514,6 +515,40 @@ def test_a_rebuild_is_told_in_sentences(copy: Json | None, capsys: Capture) -> N
     assert ("began with copy 3 of the catalog, made 2026-01-02T03:04:05Z" in out) == (copy is not None)
     assert "{" not in out
     assert "None" not in out
+
+
+def test_recover_shows_the_last_rebuild_among_the_recoveries(config: Path, tmp_path: Path, capsys: Capture) -> None:
+    rebuild = FsckReport()
+    rebuild.facts |= {"at": 2e9, "why": "there is none", "kept_aside": "/s/catalog.damaged-1", "files": 7}
+    rebuild.facts |= {"copy": {"number": 3, "made": "2026-01-02T03:04:05Z"}, "batches_logged": 2}
+    rebuild.did("came back from nvme", "run/a.pt", "restored")
+    rebuild.lose("no tier has its bytes", b"run/b\x1b.pt")
+    (tmp_path / "state").mkdir()
+    keep_rebuild(tmp_path / "state", rebuild.as_json())
+    assert run("recover", config) == 0
+    alone = capsys.readouterr().out
+    assert "nothing to report" not in alone
+    keep_report(tmp_path / "state", Report(at=1e9, lost=[Lost("early", 1, 5)]))
+    keep_report(tmp_path / "state", Report(at=3e9, orphans_removed=1))
+    assert run("recover", config) == 0
+    out = capsys.readouterr().out
+    assert alone in out
+    assert out.index("lost: early") < out.index("the catalog was rebuilt, 1 restored, 1 lost") < out.index("1 orphans")
+    for told in (
+        "\n  the former one is kept in /s/catalog.damaged-1\n",
+        "\n  began with copy 3 of the catalog",
+        "\n  restored: run/a.pt: came back from nvme\n",
+        "\n  lost: run/b\\x1b.pt: no tier has its bytes\n",
+    ):
+        assert told in out
+    assert run("recover", config, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [(report["kind"], [lost["path"] for lost in report["lost"]]) for report in answer] == [
+        ("recovery", ["early"]),
+        ("rebuild", ["run/b\x1b.pt"]),
+        ("recovery", []),
+    ]
+    assert answer[1]["done"] == rebuild.as_json()["done"]
 
 
 # mount and umount

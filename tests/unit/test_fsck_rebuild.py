@@ -25,6 +25,7 @@ from tierfs.fsck.session import Report, catalog_path
 from tierfs.migrator import progress as batches
 from tierfs.migrator.keeping import keep_closed
 from tierfs.migrator.steps import Action, Batch, Effect, Step
+from tierfs.report import read_rebuild
 from tierfs.tiers.assembly import Tiers
 from tierfs.tiers.beside import SUFFIX, XATTR
 from tierfs.tiers.copies import CatalogCopies, parse_manifest
@@ -361,7 +362,7 @@ def test_a_damaged_catalog_is_kept_aside(world: World) -> None:
     assert {path.name for path in aside.iterdir()} >= {path.name for path in journals(catalog_path(world.policy))}
     world.reopen()
     assert world.look() == before
-    assert (world.policy.state / "rebuild.json").exists()
+    assert read_rebuild(world.policy.state) == report.as_json()
 
 
 def test_tiers_of_different_catalogs_are_refused(world: World) -> None:

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tierfs.report import FILE, KEPT, Lost, Report, RolledBack, Undone, keep_report, read_reports
+from tierfs.report import (
+    FILE,
+    KEPT,
+    REBUILD,
+    Lost,
+    Report,
+    RolledBack,
+    Undone,
+    keep_report,
+    read_rebuild,
+    read_reports,
+)
 
 FULL = Report(
     at=1.5,
@@ -44,6 +55,13 @@ def test_a_damaged_file_is_no_obstacle(tmp_path: Path, text: str) -> None:
     assert read_reports(tmp_path) == []
     keep_report(tmp_path, FULL)
     assert read_reports(tmp_path) == [FULL]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"at": 1}', '{"at": 1, "copy": 3}', "\\xff"])
+def test_a_damaged_report_of_a_rebuild_is_none(tmp_path: Path, text: str) -> None:
+    assert read_rebuild(tmp_path) is None
+    (tmp_path / REBUILD).write_text(text)
+    assert read_rebuild(tmp_path) is None
 
 
 def test_lines_name_every_path() -> None:

@@ -190,7 +190,7 @@ def fsck(config: Path, repair: bool, rebuild: bool, data: bool, as_json: bool) -
     a file are lost.
 
     --rebuild is for a catalog that is damaged or lost, also on a new machine with the archive alone. The damaged one
-    stays in the state directory as catalog.damaged-N, what was done in rebuild.json.
+    stays in the state directory as catalog.damaged-N; `tierfs recover` shows what was done.
 
     \b
     Examples:

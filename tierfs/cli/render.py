@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -193,31 +194,50 @@ def info(answer: Json) -> None:
     table(("TIER", "VERSION", "STATE", "SIZE"), rows, right=("VERSION", "SIZE"))
 
 
-def rebuilt(facts: Mapping[str, object]) -> None:
+def rebuilt(facts: Mapping[str, object], indent: str = "") -> None:
     """From what another catalog was made."""
-    say(f"made another catalog; of the former one: {facts['why']}")
+
+    def tell(text: str) -> None:
+        say(indent + text)
+
+    tell(f"made another catalog; of the former one: {facts['why']}")
     if facts["kept_aside"] is not None:
-        say(f"the former one is kept in {facts['kept_aside']}")
+        tell(f"the former one is kept in {facts['kept_aside']}")
     copy, batches = facts["copy"], facts["batches_logged"]
     if isinstance(copy, Mapping):
-        say(f"began with copy {copy['number']} of the catalog, made {copy['made']}")
+        tell(f"began with copy {copy['number']} of the catalog, made {copy['made']}")
     else:
-        say("no copy of the catalog was of use: began with what lies on the tiers")
+        tell("no copy of the catalog was of use: began with what lies on the tiers")
     if batches:
-        say(f"followed the archive's log since then: {batches} batches")
-    say(f"files and directories now: {facts['files']}")
+        tell(f"followed the archive's log since then: {batches} batches")
+    tell(f"files and directories now: {facts['files']}")
+
+
+def rebuild(report: Json) -> None:
+    """What the last rebuild of the catalog did, told like a recovery."""
+    counts = Counter(deed["kind"] for deed in report["done"])
+    told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    say(f"{_when(report)}: the catalog was rebuilt" + (f", {told}" if told else ""))
+    rebuilt(report, "  ")
+    for deed in report["done"]:
+        say(f"  {deed['kind']}: {deed['path'] or 'the catalog'}: {deed['what']}")
+    for problem in report["problems"]:
+        say(f"  {problem['severity']}: {problem['path']}: {problem['what']}")
 
 
 def recovery(report: Json) -> None:
     """What one start of a mount found and put right."""
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report["at"]))
     counts = ", ".join(
         f"{len(report[key])} {what}"
         for key, what in (("rolled_back", "rolled back"), ("lost", "lost"), ("undone", "undone"))
     )
-    say(f"{when}: {counts}, {report['orphans_removed']} orphans removed")
+    say(f"{_when(report)}: {counts}, {report['orphans_removed']} orphans removed")
     for line in report["lines"]:
         say(f"  {line}")
+
+
+def _when(report: Json) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report["at"]))
 
 
 def policy(summary: Json) -> None:

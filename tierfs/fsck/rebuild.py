@@ -9,7 +9,6 @@ killed anywhere, the next run begins again. The old files stay in the state dire
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import stat
 import time
@@ -28,14 +27,13 @@ from tierfs.migrator.archive import Archive
 from tierfs.migrator.keeping import keep_closed
 from tierfs.points import At, reach
 from tierfs.policy.model import Policy
+from tierfs.report import keep_rebuild
 from tierfs.tiers.assembly import Tiers
 from tierfs.tiers.base import DIRECTORY
 from tierfs.tiers.copies import CatalogCopies, Manifest
 from tierfs.types import ROOT_INO, Attributes, Ino
 
 REBUILDING = "catalog.rebuilding"
-REPORT = "rebuild.json"
-"""In the state directory: what the last rebuild did."""
 
 
 def rebuild_all(policy: Policy, progress: Progress) -> Report:
@@ -45,7 +43,7 @@ def rebuild_all(policy: Policy, progress: Progress) -> Report:
         path = catalog_path(policy)
         report = Report()
         damage = _refuse_sound(path, owner) if has_catalog(policy) else "there is none"
-        report.facts["why"] = damage
+        report.facts |= {"at": time.time(), "why": damage}
         _discard(path.with_name(REBUILDING))
         report.facts["kept_aside"] = _keep_aside(path)
         reach(At.REBUILD_ASIDE)
@@ -69,7 +67,7 @@ def rebuild_all(policy: Policy, progress: Progress) -> Report:
         _sync(path.parent)
         reach(At.REBUILD_RENAMED)
         keep_closed(path, catalog.uuid, catalog.seq, copies)
-        (path.parent / REPORT).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+        keep_rebuild(path.parent, report.as_json())
         return report
 
 
