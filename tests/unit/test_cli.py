@@ -426,6 +426,8 @@ def broken(text: str, base: Path) -> Iterator[tuple[str, str, str]]:
     yield changed("size: 1MiB", "sise: 1MiB"), ":5: tiers.memory.sise: ", "did you mean 'size'?"
     yield changed("size: 1MiB", "size: 1MiB, size: 1MiB"), ":5: tiers.memory.size: ", "duplicate key"
     yield changed("size: 1MiB", "size: 1Mb/s"), ":5: tiers.memory.size: ", "is not a size"
+    for small in ("512", "1023KiB"):
+        yield changed("size: 1MiB", f"size: {small}"), ":5: tiers.memory.size: ", "is less than 1MiB: no file would fit"
     yield changed("size: 1MiB", "high: 120%"), ":5: tiers.memory.high: ", "out of range"
     yield changed("size: 1MiB", "low: 90%"), ":5: tiers.memory.low: ", "is not below the high one"
     yield changed("/archive", "/none"), ":6: tiers.archive.path: ", "does not exist; create it"

@@ -91,6 +91,13 @@ def test_the_memory_tier_may_grow_to_twice_its_size_or_as_the_policy_says() -> N
     assert parse_policy(text, "p.yaml").tiers[0].hard_limit == 1 << 30
 
 
+@pytest.mark.parametrize("size", ["1048576", "1MiB", "1.1MB"])
+def test_the_smallest_memory_tier(size: str) -> None:
+    text = SMALL.replace("size: 1GiB", f"size: {size}, max: {size}")
+    assert parse_policy(text, "p.yaml").tiers[0].size in range(1 << 20, 1_200_000)
+    assert parse_policy("tiers: {a: {kind: dir, path: /a, size: 5}, b: {kind: dir, path: /b}}", "p").tiers[0].size == 5
+
+
 def test_a_deadline() -> None:
     policy = parse_policy(f'{SMALL}rules: [{{match: "**", durable_within: 90s}}]\n', "p.yaml")
     assert policy.rules[0].durable_within == 90.0
@@ -189,6 +196,12 @@ MISTAKES = {
     "size negative": ("size: 64GiB", "size: -64GiB", 8, "tiers.memory.size", "is negative"),
     "size negative number": ("size: 64GiB", "size: -5", 8, "tiers.memory.size", "is negative"),
     "size zero": ("size: 64GiB", "size: 0", 8, "tiers.memory.size", "must be more than zero"),
+    "memory in bytes": ("size: 64GiB", "size: 1048575", 8, "tiers.memory.size", "is less than 1MiB: no file would fit"),
+    "memory in KiB": ("size: 64GiB", "size: 512KiB", 8, "tiers.memory.size", "write at least 1MiB, for example 64GiB"),
+    "memory in MB": ("size: 64GiB", "size: 1MB", 8, "tiers.memory.size", "is less than 1MiB"),
+    "memory without its unit": ("size: 64GiB", "size: 64", 8, "tiers.memory.size", "is less than 1MiB"),
+    "max in bytes": ("    huge: always", "    max: 96", 10, "tiers.memory.max", "is less than 1MiB"),
+    "max in KiB": ("    huge: always", "    max: 96KiB", 10, "tiers.memory.max", "is less than 1MiB"),
     "size list": ("size: 64GiB", "size: [1]", 8, "tiers.memory.size", "must be a size, not a list"),
     "tmpfs without size": ("    size: 64GiB\n", "", 6, "tiers.memory.size", "write for example size: 64GiB"),
     "dir without path": ("    path: /nvme/data\n", "", 13, "tiers.nvme.path", "write path:"),
@@ -325,6 +338,7 @@ def test_mistake(old: str, new: str, line: int, key: str, says: str) -> None:
         ("tiers: {m: {kind: memory, size: 1GiB}}", "tiers.m.kind", "must be kind dir"),
         ("tiers: {a: {kind: dir, path: /a}}", "tiers", "a is the only tier; the archive takes no writes"),
         ("tiers: {m: {kind: memory, path: /m, numa: [1]}}", "tiers.m.numa", "without a path"),
+        ("tiers: {m: {kind: memory, path: /m, size: 64}}", "tiers.m.size", "is less than 1MiB"),
         (SMALL + "rules: {match: x}", "rules", "must be a list"),
         ("[" * 5000, "(file)", "nested too deeply"),
         ('a: "\\UFFFFFFFF"', "(file)", "is not valid YAML"),

@@ -31,6 +31,8 @@ MAX_BYTES = 256 << 10
 
 DEFAULT_HIGH, DEFAULT_LOW = 0.85, 0.60
 MAX_TRANSFERS = 64
+MIN_MEMORY = 1 << 20
+"""Bytes of the smallest memory tier: a missing unit makes one that everything passes by."""
 MAX_TIMEOUT = 3600.0
 MIN_SCRUB = 60.0
 
@@ -260,6 +262,7 @@ def _tier(name: str, at: _At) -> TierConfig:
         size = fields["size"].unit(parse_size, "size", "64GiB")
         if size == 0:
             raise fields["size"].error("must be more than zero", "write for example 64GiB")
+        _memory_fits(fields["size"], kind, size)
     if kind == "dir" and path is None:
         raise at.error("a tier of kind dir needs a path", "write path: and the directory of the tier", key="path")
     if kind == "memory" and path is None and size is None:
@@ -272,6 +275,8 @@ def _tier(name: str, at: _At) -> TierConfig:
                 f"{key} applies only to the tmpfs of a memory tier without a path", f"remove {key}, or remove path"
             )
     most = fields["max"].unit(parse_size, "size", "96GiB") if "max" in fields else None
+    if most is not None:
+        _memory_fits(fields["max"], kind, most)
     if most is not None and size is not None and most < size:
         raise fields["max"].error("is less than size", "write the size or more; size is what tierfs plans with")
     high = _watermark(fields.get("high"), DEFAULT_HIGH)
@@ -292,6 +297,11 @@ def _tier(name: str, at: _At) -> TierConfig:
         huge=fields["huge"].choice(_HUGE) if "huge" in fields else "within_size",
         max=most,
     )
+
+
+def _memory_fits(at: _At, kind: TierKind, size: int) -> None:
+    if kind == "memory" and size < MIN_MEMORY:
+        raise at.error("is less than 1MiB: no file would fit", "write at least 1MiB, for example 64GiB")
 
 
 def _watermark(at: _At | None, default: float) -> float:
