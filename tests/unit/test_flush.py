@@ -46,3 +46,25 @@ def test_a_copy_that_ends_between_two_looks_is_noticed(parts: Parts, monkeypatch
         return trio.current_time() - started
 
     assert trio.run(use, clock=trio.testing.MockClock(autojump_threshold=0)) < 0.1
+
+
+@pytest.mark.parametrize("rule", ["ack: ssd, drain: none", "drain: ssd", "drain: none"])
+def test_a_file_that_a_full_tier_sent_below_its_rules_end_becomes_durable_there(tmp_path: Path, rule: str) -> None:
+    parts = assemble(tmp_path, disks=("ssd", "hdd"), rules=f'[{{match: "**", {rule}}}]')
+    parts.files.admission.place = lambda *args, **options: "hdd"  # type: ignore[method-assign]
+
+    async def use() -> int:
+        fh, attributes = parts.names.create(ROOT_INO, b"f", 0o644, os.O_RDWR, Caller(0, 0))
+        parts.write(fh, 0, b"content")
+        parts.files.release(fh)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(parts.migrator.run)
+            with trio.fail_after(20):
+                await parts.migrator.wait_durable(attributes.ino, attributes.version, "hdd")
+                await parts.migrator.flush(ROOT_INO, "archive", 20.0)
+            nursery.cancel_scope.cancel()
+        return attributes.ino
+
+    found = parts.catalog.replicas(trio.run(use))
+    assert [(replica.tier, replica.state) for replica in found] == [("hdd", ReplicaState.DURABLE)]
+    parts.close()

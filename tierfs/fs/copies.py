@@ -42,10 +42,12 @@ class Copies:
         self._rules_changed = trio.Event()
 
     def targets(self, tier: str, rule: Rule) -> list[str]:
-        """Persistent tiers that are to hold what was closed on ``tier``, itself included, fastest first."""
+        """Persistent tiers that are to hold what was closed on ``tier``, fastest first: itself, also where the rule's
+        way ends above it, and a full tier sent the file further down, and those from there to the way's end."""
         names = [config.name for config in self._files.policy.tiers]
-        wanted = names[: names.index(rule.lowest) + 1]
-        return [name for name in wanted[names.index(tier) :] if self._files.policy.tier(name).persistent]
+        here = names.index(tier)
+        wanted = names[here : max(here, names.index(rule.lowest)) + 1]
+        return [name for name in wanted if self._files.policy.tier(name).persistent]
 
     def queue(self, closed: Replica, rule: Rule, now: int, present: Collection[str] = ()) -> None:
         """One queue entry for each tier from the ack tier down to the rule's drain target, but those in ``present``."""
