@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -322,7 +323,7 @@ def test_check_and_explain(config: Path, mnt: Path, capsys: Capture) -> None:
     assert run("explain", config, "a.pt") == 0
     out = capsys.readouterr().out
     assert "rule 0" in out
-    assert "a power cut may lose the file" in out
+    assert "a power cut or reboot may lose the file" in out
     assert "copied in the background down to archive" in out
     config.write_text(config.read_text() + 'rules:\n  - {match: "**", close: archive, keep: {memory: none}}\n')
     assert run("explain", config, "a.pt") == 0
@@ -331,6 +332,65 @@ def test_check_and_explain(config: Path, mnt: Path, capsys: Capture) -> None:
     assert "leaves as soon as it is durable further down" in out
     for path in ("/etc/passwd", "../x", "."):
         assert run("explain", config, path) == 2
+
+
+EXPLAINED = {
+    "ack: memory, drain: none": {
+        "ack": "write() puts the bytes on memory, or on ssd or hdd when it is full",
+        "close": "close() returns at once; a power cut or reboot loses what is in memory, as nothing copies it",
+        "fsync": "fsync() returns at once; a power cut or reboot loses what is in memory, as nothing copies it",
+        "drain": "never copied: the file stays where it was written until it is deleted, also over umount and mount; a "
+        "reboot takes it from memory",
+        "keep memory": "does not leave: no tier further down gets a copy",
+        "keep ssd": "the file comes here only when memory is full, and does not leave",
+        "keep archive": "the file does not come here",
+    },
+    "ack: ssd, drain: none": {
+        "ack": "write() puts the bytes on ssd, or on hdd when it is full",
+        "close": "close() returns at once; until it is synced, in the background, a power cut may lose the file",
+        "fsync": "fsync() waits for ssd; a power cut or reboot takes nothing then",
+        "drain": "never copied: the file stays where it was written until it is deleted, also over umount and reboot, "
+        "and is lost with that disk",
+        "keep memory": "the file does not come here",
+        "keep ssd": "does not leave: no tier further down gets a copy",
+        "keep hdd": "the file comes here only when ssd is full, and does not leave",
+        "keep archive": "the file does not come here",
+    },
+    "ack: hdd, drain: none, close: hdd, keep: {hdd: none}": {
+        "ack": "write() puts the bytes on hdd",
+        "close": "close() returns once the file is durable on hdd",
+        "drain": "never copied: the file stays on hdd until it is deleted, also over umount and reboot, and is lost "
+        "with that disk",
+        "keep hdd": "does not leave: no tier further down gets a copy",
+        "keep archive": "the file does not come here",
+    },
+    "drain: ssd": {
+        "drain": "copied in the background down to ssd",
+        "keep memory": "leaves for room, oldest first, once durable further down",
+        "keep ssd": "does not leave: no tier further down gets a copy",
+        "keep archive": "the file does not come here",
+    },
+    "drain: archive": {
+        "close": "close() returns at once; a power cut or reboot may lose the file",
+        "keep ssd": "leaves for room, oldest first, once durable further down",
+        "keep archive": "never leaves",
+    },
+}
+
+
+@pytest.mark.parametrize(("rule", "sentences"), EXPLAINED.items(), ids=EXPLAINED)
+def test_explain_is_true_of_files_that_are_never_drained(
+    config: Path, rule: str, sentences: dict[str, str], capsys: Capture
+) -> None:
+    text = config.read_text()
+    disks = "".join(f"  {name}: {{kind: dir, path: {config.parent}/{name}}}\n" for name in ("ssd", "hdd"))
+    config.write_text(f'{text.replace("  archive:", disks + "  archive:")}rules:\n  - {{match: "**", {rule}}}\n')
+    assert run("explain", config, "a.pt") == 0
+    told = {}
+    for line in capsys.readouterr().out.splitlines()[2:]:
+        key, _, means = re.split(r" {2,}", line.strip(), maxsplit=2)
+        told[key] = means
+    assert {key: told[key] for key in sentences} == sentences
 
 
 @pytest.mark.parametrize("command", ["check", "mount"])

@@ -268,26 +268,53 @@ def policy(summary: Json) -> None:
 def explanation(answer: Json) -> None:
     """How one path is treated, in sentences."""
     ack, drain = answer["ack"], answer["drain"]
+    tiers = list(answer["keep"])
     memory = ack in answer["memory_tiers"]
+    further = tiers[tiers.index(ack) + 1 : -1]
     say(f"{answer['path']}: rule {answer['rule']}, pattern {answer['pattern']}")
-    rows = [("ack", ack, f"write() puts the bytes on {ack}, or a tier further down when it is full")]
+    full = f", or on {' or '.join(further)} when it is full" if further else ""
+    rows = [("ack", ack, f"write() puts the bytes on {ack}{full}")]
     for call in ("close", "fsync"):
         tier = answer[call]
         if tier != "ack":
             meaning = f"{call}() returns once the file is durable on {tier}"
-        elif call == "fsync" and ack not in answer["memory_tiers"]:
-            meaning = f"fsync() waits for {ack}"
+        elif memory:
+            takes = "may lose the file" if drain != "none" else "loses what is in memory, as nothing copies it"
+            meaning = f"{call}() returns at once; a power cut or reboot {takes}"
+        elif call == "fsync":
+            meaning = f"fsync() waits for {ack}; a power cut or reboot takes nothing then"
         else:
-            meaning = f"{call}() returns at once" + ("; a power cut may lose the file" if memory else "")
+            meaning = "close() returns at once; until it is synced, in the background, a power cut may lose the file"
         rows.append((call, tier, meaning))
-    stays = f"the file stays on {ack}"
-    rows.append(("drain", drain, stays if drain == "none" else f"copied in the background down to {drain}"))
+    rows.append(("drain", drain, _drained(answer, bool(further), memory)))
     if answer["durable_within"] is not None:
         within = f"{answer['durable_within']:g}s"
         rows.append(("durable_within", within, "deadline for the last tier: goes first, and status tells when missed"))
+    lowest = ack if drain == "none" else drain
     for tier, keep in answer["keep"].items():
-        rows.append((f"keep {tier}", keep, _KEEP_MEANS[keep]))
+        if tiers.index(tier) < tiers.index(ack) or (tier not in further and tiers.index(tier) > tiers.index(lowest)):
+            meaning = "the file does not come here"
+        elif tiers.index(tier) > tiers.index(lowest):
+            meaning = f"the file comes here only when {ack} is full, and does not leave"
+        elif tier == lowest != tiers[-1]:
+            meaning = "does not leave: no tier further down gets a copy"
+        else:
+            meaning = _KEEP_MEANS[keep]
+        rows.append((f"keep {tier}", keep, meaning))
     table(("KEY", "VALUE", "MEANS"), rows)
+
+
+def _drained(answer: Json, spills: bool, memory: bool) -> str:
+    """Where a file ends and what takes it from there."""
+    if answer["drain"] == answer["ack"]:
+        return "nothing is copied further down: the file stays there until it is deleted, and is lost with that disk"
+    if answer["drain"] != "none":
+        return f"copied in the background down to {answer['drain']}"
+    where = "where it was written" if spills else f"on {answer['ack']}"
+    stays = f"never copied: the file stays {where}"
+    if memory:
+        return f"{stays} until it is deleted, also over umount and mount; a reboot takes it from memory"
+    return f"{stays} until it is deleted, also over umount and reboot, and is lost with that disk"
 
 
 _KEEP_MEANS = {
