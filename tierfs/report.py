@@ -13,6 +13,8 @@ from typing import Any
 
 FILE = "recovery.json"
 REBUILD = "rebuild.json"
+GONE, ROLLED_BACK, LOST, UNDONE = "memory", "rolled back", "lost", "undone"
+"""Severities of what fsck tells of the next mount's recovery: of no tier that is damaged."""
 KEPT = 20
 """Reports; older ones are forgotten."""
 

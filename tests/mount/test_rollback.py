@@ -54,8 +54,12 @@ def die(mnt: TestMount) -> None:
 
 
 def reboot(mnt: TestMount) -> dict[str, object]:
-    """The report of the recovery, from each place where it is to be found."""
     die(mnt)
+    return come_back(mnt)
+
+
+def come_back(mnt: TestMount) -> dict[str, object]:
+    """The report of the recovery, from each place where it is to be found."""
     printed = mnt.cli("mount", mnt.config, mnt.path).out
     mnt.connection = os.minor(os.stat(mnt.path).st_dev)
     by_config = mnt.cli("recover", mnt.config, "--json").json()
@@ -184,6 +188,34 @@ def test_a_pointer_goes_back_with_what_it_points_to(disk_mount: TestMount) -> No
     assert [entry["path"] for entry in entries(report, "lost")] == ["step-2.pt"]
     assert [entry["path"] for entry in entries(report, "rolled_back")] == ["latest"]
     (mnt.path / "step-2.pt").unlink()
+
+
+def test_fsck_before_the_mount_foretells_the_recovery(disk_mount: TestMount) -> None:
+    for name in ("kept", "rewritten", "deleted"):
+        (disk_mount.path / name).write_bytes(b"1" * MB)
+    disk_mount.flush()
+    disk_mount.cli("pause", disk_mount.path)
+    (disk_mount.path / "rewritten").write_bytes(b"2")
+    (disk_mount.path / "new").write_bytes(b"2")
+    (disk_mount.path / "deleted").unlink()
+    die(disk_mount)
+    told = disk_mount.cli("fsck", disk_mount.config, check=False)
+    foretold = disk_mount.cli("fsck", disk_mount.config, "--json", check=False)
+    assert (told.code, foretold.code) == (1, 1), "a file is lost"
+    line, last = told.out.splitlines()
+    assert "is gone since the last mount (a reboot): at the next mount 1 file is rolled back, 1 file is lost" in line
+    assert last == "no other problems found"
+    assert not is_mounted(disk_mount.memory)
+    report = come_back(disk_mount)
+    lines = foretold.json()
+    assert isinstance(lines, list)
+    assert {(line["severity"], line["path"]) for line in lines[1:]} == {
+        (severity, entry["path"])
+        for severity, key in (("rolled back", "rolled_back"), ("lost", "lost"), ("undone", "undone"))
+        for entry in entries(report, key)
+    }
+    assert [line["path"] for line in lines if line["severity"] == "undone"] == ["deleted"]
+    (disk_mount.path / "new").unlink()
 
 
 def test_nothing_lost_nothing_reported(disk_mount: TestMount) -> None:

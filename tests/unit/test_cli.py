@@ -544,6 +544,30 @@ def test_fsck(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) ->
     assert run("fsck", config) == 0
 
 
+def test_fsck_after_a_reboot_is_one_line(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    problems = [{"severity": "memory", "what": "memory tier memory is gone: nothing is lost", "path": "/m"}]
+    fake = types.ModuleType("tierfs.fsck")
+    fake.check_all = lambda policy, progress, data: problems  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tierfs.fsck", fake)
+    assert run("fsck", config) == 0
+    assert capsys.readouterr().out == "memory tier memory is gone: nothing is lost\nno other problems found\n"
+    problems.append({"severity": "rolled back", "what": "rolled back: a.pt is again", "path": "a.pt"})
+    problems.append({"severity": "undone", "what": "undone: unlink of b.pt", "path": "b.pt"})
+    assert run("fsck", config) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("memory tier memory is gone: nothing is lost (--json lists them)\nno other")
+    assert ".pt" not in out
+    problems.append({"severity": "lost", "what": "lost: c.pt", "path": "c.pt"})
+    assert run("fsck", config) == 1, "bytes of a file are lost"
+    problems[-1] = {"severity": "error", "what": "no file for the replica on nvme", "path": "d.pt"}
+    assert run("fsck", config) == 1
+    out = capsys.readouterr().out
+    assert "no file for the replica on nvme" in out
+    assert "no other problems" not in out.splitlines()[-1]
+    assert run("fsck", config, "--json") == 1
+    assert json.loads(capsys.readouterr().out) == problems
+
+
 @pytest.mark.parametrize("option", ["--repair", "--rebuild"])
 def test_fsck_that_lost_a_file_has_failed(
     config: Path, option: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture

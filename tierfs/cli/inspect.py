@@ -13,6 +13,7 @@ from tierfs.cli import render
 from tierfs.control.client import call, find_mount
 from tierfs.control.protocol import MountRecord, list_mounts
 from tierfs.errors import CatalogDamaged, TierfsError, UsageError
+from tierfs.report import GONE, LOST, ROLLED_BACK, UNDONE
 
 if TYPE_CHECKING:
     from tierfs.fsck import Report
@@ -189,6 +190,9 @@ def fsck(config: Path, repair: bool, rebuild: bool, data: bool, as_json: bool) -
     Changes nothing without --repair or --rebuild. Exits 1 when something is wrong, was not mended, or when the bytes of
     a file are lost.
 
+    After a reboot and before the mount one line tells what the mount will roll back or miss because the memory tier is
+    gone, and --json lists it by path (severity "rolled back", "lost", "undone").
+
     --rebuild is for a catalog that is damaged or lost, also on a new machine with the archive alone. The damaged one
     stays in the state directory as catalog.damaged-N; `tierfs recover` shows what was done.
 
@@ -229,11 +233,20 @@ def fsck(config: Path, repair: bool, rebuild: bool, data: bool, as_json: bool) -
         raise CatalogDamaged(f"{error}\nMake another from the tiers: tierfs fsck --rebuild {config}") from error
     if as_json:
         render.print_json(problems)
-    elif problems:
-        _show_problems(problems)
     else:
-        render.say("no problems found")
-    return 1 if problems else 0
+        _show_check(problems)
+    return 1 if any(problem["severity"] not in (GONE, ROLLED_BACK, UNDONE) for problem in problems) else 0
+
+
+def _show_check(problems: list[dict[str, str]]) -> None:
+    memory = [problem["what"] for problem in problems if problem["severity"] == GONE]
+    found = [problem for problem in problems if problem["severity"] not in (GONE, ROLLED_BACK, LOST, UNDONE)]
+    for line in memory:
+        render.say(line + (" (--json lists them)" if len(problems) > len(found) + len(memory) else ""))
+    if found:
+        _show_problems(found)
+    else:
+        render.say("no other problems found" if memory else "no problems found")
 
 
 def _show_problems(problems: list[dict[str, str]]) -> None:

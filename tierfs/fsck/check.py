@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from tierfs.catalog import Catalog, PublishedName
 from tierfs.errors import SourceChanged, TierError
 from tierfs.fs.copies import drains_of
+from tierfs.fsck.memory import foresee, gone
 from tierfs.fsck.session import Progress, catalog_path, has_catalog, opened
+from tierfs.migrator.rollback import find_loss
 from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import OWNER, ReplicaStore
@@ -29,6 +31,7 @@ REPORT_EVERY = 256
 
 def check_all(policy: Policy, progress: Progress, *, data: bool = False) -> list[Problem]:
     """Every disagreement, as {severity, what, path}; with ``data`` every replica is read and compared with its digest.
+    Where a reboot took the memory tier, first that, and what the next mount will do about it: `tierfs.fsck.memory`.
     MountError while the policy is mounted; CatalogDamaged."""
     path = catalog_path(policy)
     if not has_catalog(policy):
@@ -41,10 +44,18 @@ def check_all(policy: Policy, progress: Progress, *, data: bool = False) -> list
         catalog = Catalog(path, verify=True)
         try:
             tiers.check_catalog(catalog.uuid, (), claim=False)
-            problems = check_tiers(catalog, tiers.stores, tiers.tree, progress)
+            loss = find_loss(catalog, policy, tiers.stores)
+            problems = broken = check_catalog(catalog, progress)
+            problems = problems + _check_bytes(catalog, tiers.stores, tiers.tree, progress, loss.gone)
             if catalog.drains == drains_of(policy):  # else the next mount queues what the rules want of every file
                 problems += check_queued(catalog, policy)
-            return problems + check_data(catalog, tiers.stores, tiers.tree, progress) if data else problems
+            if data:
+                problems += check_data(catalog, tiers.stores, tiers.tree, progress)
+            if not loss.gone:
+                return problems
+            if broken:
+                return gone(tiers, loss, "what the next mount does can be told once the catalog is repaired") + problems
+            return foresee(catalog, policy, tiers, loss) + problems
         finally:
             catalog.close()
 
@@ -60,13 +71,29 @@ def check_tiers(
     progress: Progress,
 ) -> list[Problem]:
     """The checks themselves, on tiers that are open already."""
+    return check_catalog(catalog, progress) + _check_bytes(catalog, stores, tree, progress)
+
+
+def check_catalog(catalog: Catalog, progress: Progress) -> list[Problem]:
+    """What the catalog says that contradicts itself."""
     progress(0, 0, "catalog")
     problems = [{"severity": "error", "what": text, "path": str(catalog.path)} for text in catalog.check()]
     progress(0, 0, "names")
-    problems += _names(catalog)
-    replicas, published = list(catalog.all_replicas()), catalog.all_published()
+    return problems + _names(catalog)
+
+
+def _check_bytes(
+    catalog: Catalog,
+    stores: Mapping[str, ReplicaStore],
+    tree: TreeStore,
+    progress: Progress,
+    gone: Collection[str] = (),
+) -> list[Problem]:
+    """What stands on the tiers; of the ``gone`` ones nothing is expected."""
+    replicas = [replica for replica in catalog.all_replicas() if replica.tier not in gone]
+    published = catalog.all_published()
     total = len(replicas) + len(published)
-    problems += _replicas(catalog, stores, _counted(replicas, 0, total, "replicas", progress))
+    problems = _replicas(catalog, stores, _counted(replicas, 0, total, "replicas", progress))
     problems += _archive(catalog, tree, _counted(published, len(replicas), total, "archive", progress))
     progress(total, total, "done")
     return problems

@@ -26,6 +26,58 @@ from tierfs.types import Attributes, OpKind, Replica, ReplicaState
 _NAMES = (OpKind.LINK, OpKind.UNLINK, OpKind.RENAME, OpKind.EXCHANGE)
 
 
+@dataclass
+class Loss:
+    """What is not on the tiers that a reboot empties, although the catalog says so, and the other way round."""
+
+    replicas: dict[int, list[Replica]] = field(default_factory=dict)
+    """By inode: those whose file is gone."""
+    strays: dict[str, set[str]] = field(default_factory=dict)
+    """By tier: keys of files that the catalog does not name."""
+    gone: list[str] = field(default_factory=list)
+    """Tiers on which the catalog has replicas and of which not one is there."""
+
+
+def find_loss(catalog: Catalog, policy: Policy, stores: Mapping[str, ReplicaStore]) -> Loss:
+    """Raises OSError."""
+    loss = Loss()
+    for name, store in stores.items():
+        if policy.tier(name).persistent:
+            continue
+        keys = set(store.keys())
+        known = list(catalog.replicas_on(name))
+        for replica in known:
+            if replica.key not in keys:
+                loss.replicas.setdefault(replica.ino, []).append(replica)
+        loss.strays[name] = keys.difference(replica.key for replica in known)
+        if known and len(loss.strays[name]) == len(keys):
+            loss.gone.append(name)
+    return loss
+
+
+def foresee_recovery(
+    catalog: Catalog,
+    policy: Policy,
+    loss: Loss,
+    files: OpenFiles,
+    storing: Callable[[int, int], bool],
+) -> Report:
+    """What `recover_lost_memory` would report, orphans left out. The catalog stays as it is; ``files`` must not be used
+    any more. Raises CatalogError."""
+    report = Report()
+    try:
+        with catalog.bulk():
+            _Rollback(catalog, policy, files, storing, report).run(loss.replicas)
+            raise _Foreseen
+    except _Foreseen:
+        catalog.forget_paths()
+    return report
+
+
+class _Foreseen(Exception):
+    """Takes a recovery back that was only to be looked at."""
+
+
 def recover_lost_memory(
     catalog: Catalog,
     policy: Policy,
@@ -39,23 +91,15 @@ def recover_lost_memory(
     are complete on the archive and only wait for their name. ``keep`` stores the report, before it becomes true.
     Raises OSError, CatalogError."""
     report = Report()
-    lost: dict[int, list[Replica]] = {}
-    for name, store in stores.items():
-        if policy.tier(name).persistent:
-            continue
-        present = set(store.keys())
-        for replica in catalog.replicas_on(name):
-            if replica.key in present:
-                present.discard(replica.key)
-            else:
-                lost.setdefault(replica.ino, []).append(replica)
-        for key in present:
-            store.remove(key)
-        report.orphans_removed += len(present)
-    if lost:
+    loss = find_loss(catalog, policy, stores)
+    for name, strays in loss.strays.items():
+        for key in strays:
+            stores[name].remove(key)
+        report.orphans_removed += len(strays)
+    if loss.replicas:
         with catalog.bulk():
             reach(At.ROLLBACK_BEGUN)
-            _Rollback(catalog, policy, files, storing, report).run(lost)
+            _Rollback(catalog, policy, files, storing, report).run(loss.replicas)
             if report:
                 keep(report)
             reach(At.ROLLBACK_REPORTED)
