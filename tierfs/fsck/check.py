@@ -14,6 +14,7 @@ from tierfs.fs.copies import drains_of
 from tierfs.fsck.memory import foresee, gone
 from tierfs.fsck.session import Progress, catalog_path, has_catalog, opened
 from tierfs.migrator.rollback import find_loss
+from tierfs.migrator.steps import Batch
 from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import OWNER, ReplicaStore
@@ -141,10 +142,15 @@ def _replicas(catalog: Catalog, stores: Mapping[str, ReplicaStore], replicas: It
 
 
 def _archive(catalog: Catalog, tree: TreeStore, published: Iterable[PublishedName]) -> list[Problem]:
+    """What a batch that was cut short may have moved already, and all below, is for the next mount to finish."""
     problems = []
+    begun = catalog.intent()
+    under_way = set() if begun is None else {path for step in Batch.decode(begun).steps for path in step.touches}
     for row in published:
         names = catalog.published_path(row.parent, row.name)
         if names is None or not row.occupant:
+            continue
+        if under_way and any(names[:depth] in under_way for depth in range(1, len(names) + 1)):
             continue
         shown = f"{tree.root}/{b'/'.join(names).decode(errors='replace')}"
         status = tree.status(names)

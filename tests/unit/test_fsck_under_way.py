@@ -1,0 +1,38 @@
+"""fsck between a crash and the next mount, with a batch of the archive under way."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.rebuilding import World
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as path:
+        made = World(Path(path))
+        made.fill()
+        made.drain()
+        yield made
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_a_batch_under_way_moves_is_no_damage(world: World, taken: bool) -> None:
+    world.write(b"other.pt", b"not touched")
+    world.drain()
+    world.rename(b"run", b"moved")
+    archive = world.parts.migrator.archive
+    batch = archive.next_batch(10, {})
+    assert batch is not None
+    if taken:
+        archive.execute(batch)
+        assert (world.top / "archive" / "moved").exists()
+    world.crash()
+    assert world.problems() == []
+    (world.top / "archive" / "other.pt").unlink()
+    (problem,) = world.problems()
+    assert (problem["what"], Path(problem["path"]).name) == ("missing on the archive", "other.pt")
