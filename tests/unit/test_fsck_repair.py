@@ -38,6 +38,7 @@ def repaired(world: World, damage: Callable[[], object]) -> Report:
     report = repair_all(world.policy, lambda done, total, what: None, data=True)
     assert report.problems == []
     assert world.problems() == []
+    world.reopen()
     again = repair_all(world.policy, lambda done, total, what: None, data=True)
     assert again.deeds == [], "a second repair has nothing to do"
     world.reopen()
