@@ -38,7 +38,6 @@ def repaired(world: World, damage: Callable[[], object]) -> Report:
     report = repair_all(world.policy, lambda done, total, what: None, data=True)
     assert report.problems == []
     assert world.problems() == []
-    world.reopen()
     again = repair_all(world.policy, lambda done, total, what: None, data=True)
     assert again.deeds == [], "a second repair has nothing to do"
     world.reopen()
@@ -307,6 +306,7 @@ def test_a_batch_that_was_begun_is_carried_out(world: World) -> None:
     assert world.problems() == [], "it is no damage"
     assert repair_all(world.policy, lambda done, total, what: None).problems == []
     assert world.problems() == []
+    world.reopen()
     assert (world.top / "archive" / "walk").is_dir()
     assert not (world.top / "archive" / "run").exists()
 
