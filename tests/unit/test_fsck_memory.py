@@ -53,9 +53,7 @@ def recover(world: World) -> Report:
     """What the mount does then."""
     world.reopen()
     parts = world.parts
-    report = recover_lost_memory(
-        parts.catalog, world.policy, parts.stores, parts.files, parts.migrator.archive.storing
-    )
+    report = recover_lost_memory(parts.catalog, world.policy, parts.stores, parts.files, parts.migrator.archive.storing)
     world.close()
     return report
 

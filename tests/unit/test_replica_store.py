@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -99,6 +100,52 @@ def test_prepare_again(store: ReplicaStore) -> None:
 
 
 @needs_root
+def test_a_removed_directory_for_temporary_files_is_made_again(store: ReplicaStore) -> None:
+    def publish() -> None:
+        temp = store.temporary("1-1")
+        store.publish(temp, "1-1")
+
+    def describe() -> None:
+        fd = store.create("2-1")
+        try:
+            store.describe(fd, "2-1", lambda *_: b"x" * 100_000, None)  # larger than any xattr: by way of tmp
+        finally:
+            os.close(fd)
+
+    private = store.root / "tmp"
+    for again in (store.attach, store.probe, publish, describe):
+        shutil.rmtree(private)
+        again()
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700
+        assert list(private.iterdir()) == []
+    assert sorted(store.keys()) == ["1-1", "2-1"]
+    temp = store.temporary("3-1")
+    shutil.rmtree(private)
+    with pytest.raises(TierError) as caught:
+        store.publish(temp, "3-1")
+    assert caught.value.temporary
+    temp.discard()
+    temp = store.temporary("3-1")
+    store.publish(temp, "3-1")
+    assert sorted(store.keys()) == ["1-1", "2-1", "3-1"]
+
+
+def test_no_directory_is_made_where_another_tier_or_none_is(store: ReplicaStore) -> None:
+    store.root.rename(store.root.with_name("away"))
+    store.root.mkdir(mode=0o700)
+    for says in ("still mounted", "another tier"):
+        if says == "another tier":
+            other = ReplicaStore("nvme", store.root, persistent=True)
+            other.prepare()
+            other.close()
+            (store.root / "tmp").rmdir()
+        for attempt in (store.attach, store.probe, lambda: store.temporary("1-1")):
+            with pytest.raises(TierError, match=says) as caught:
+                attempt()
+            assert caught.value.temporary
+        assert not (store.root / "tmp").exists()
+
+
 def test_foreign_or_shared_directories_are_refused(tmp_path: Path) -> None:
     root = tmp_path / "theirs"
     root.mkdir()

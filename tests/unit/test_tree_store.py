@@ -399,11 +399,14 @@ def test_a_xattr_that_no_longer_fits_leaves_no_old_value(store: TreeStore, monke
 def test_a_lost_mount_is_never_written_into(store: TreeStore) -> None:
     away = store.root.with_name("away")
     store.root.rename(away)
-    for lost in ("missing", "empty", "empty .tierfs"):
+    for lost in ("missing", "empty", "empty .tierfs", "no marker"):
         if lost == "empty":
             store.root.mkdir()
         elif lost == "empty .tierfs":
-            (store.root / ".tierfs" / "tmp").mkdir(parents=True)
+            (store.root / ".tierfs").mkdir()
+        elif lost == "no marker":
+            assert list((store.root / ".tierfs").iterdir()) == []
+            (store.root / ".tierfs" / "tmp").mkdir()
         for attempt in (store.attach, lambda: store.temporary("1-1"), lambda: store.open_first([(b"f",)], 1)):
             with pytest.raises(TierError, match="still mounted") as caught:
                 attempt()
@@ -431,6 +434,36 @@ def test_the_archive_mounted_anew_is_opened_again(store: TreeStore) -> None:
     assert names(store) == ["new", "old"]
     assert len(os.listdir("/proc/self/fd")) == before, "the old root is let go"
     assert sorted(os.listdir(store.root.with_name("away"))) == [".tierfs", "old"]
+
+
+def test_a_removed_private_directory_is_made_again(store: TreeStore) -> None:
+    put(store, (b"old",), b"1")
+    waiting = filled(store, b"2")
+    waiting.close()
+    private = store.root / ".tierfs" / "tmp"
+    for again in (store.attach, store.probe, lambda: put(store, (b"new",), b"3"), lambda: store.sweep(())):
+        shutil.rmtree(private)
+        before = len(os.listdir("/proc/self/fd"))
+        again()
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700
+        assert len(os.listdir("/proc/self/fd")) == before, "the old one is let go"
+    assert names(store) == ["new", "old"]
+    assert not store.publish(waiting.name, (b"new",), 0o600, 0, 0, MTIME, {}), "what was in it is gone"
+    store.symlink(b"old", (b"link",))
+    assert names(store) == ["link", "new", "old"]
+
+
+def test_no_private_directory_is_made_in_another_archive(store: TreeStore) -> None:
+    store.root.rename(store.root.with_name("away"))
+    other = TreeStore("archive", store.root)
+    other.prepare()
+    other.close()
+    (store.root / ".tierfs" / "tmp").rmdir()
+    for attempt in (store.attach, store.probe, lambda: store.temporary("1-1")):
+        with pytest.raises(TierError, match="another archive") as caught:
+            attempt()
+        assert caught.value.temporary
+    assert not (store.root / ".tierfs" / "tmp").exists()
 
 
 def test_a_stale_root_is_opened_again(store: TreeStore, monkeypatch: pytest.MonkeyPatch) -> None:

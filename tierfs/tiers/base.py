@@ -266,22 +266,27 @@ class ReplicaStore:
             self._check_owner(os.fstat(root))
             if create:
                 os.fchmod(root, 0o700)
-            tmp = opened(open_directory(b"tmp", root, create=create))
+            if not create:  # before anything is made: this may be somebody else's
+                self._check_same(check_marker(self.name, root, root, self.root, create=False))
+            tmp = opened(open_directory(b"tmp", root))
             if create:
                 empty_directory(tmp)
             data = opened(open_directory(b"data", root, create=create))
             for own in (tmp, data):
                 self._check_owner(os.fstat(own))
-            found = check_marker(self.name, root, tmp, self.root, create=create)
-            if not create and found != self.uuid:
-                raise TierError(f"tier {self.name}: another tier lies at {self.root} now")
-            self.uuid = found
+            if create:
+                self.uuid = check_marker(self.name, root, tmp, self.root)
             undo.pop_all()
         return _Opened(root, data, tmp)
 
+    def _check_same(self, found: str) -> None:
+        if found != self.uuid:
+            raise TierError(f"tier {self.name}: another tier lies at {self.root} now")
+
     def attach(self) -> None:
-        """Make sure that the path leads to this tier, and open it again where it was mounted anew. A directory without
-        this tier's marker is a temporary TierError and not touched: the mount below it is lost."""
+        """Make sure that the path leads to this tier, and open it again where it was mounted anew, or where its
+        directory for temporary files was removed: that one is made again. A directory without this tier's marker is a
+        temporary TierError and not touched: the mount below it is lost."""
         with failing_as(self.name, f"find {self.root}"):
             with self._use() as opened:
                 if self._stands(opened):
@@ -402,7 +407,8 @@ class ReplicaStore:
 
     def describe(self, fd: int, key: str, describe: Describe, digest: bytes | None) -> None:
         """Keep a record beside the replica ``key``, whose file is open: durable once that file is synced and its
-        directory, too. Raises OSError."""
+        directory, too. Raises OSError, TierError."""
+        self.attach()
         status = os.fstat(fd)
         raw = describe(digest, status.st_size, status.st_mtime_ns)
         with self._use() as opened, self._directory(key, create=True) as directory:

@@ -84,16 +84,22 @@ class ArchiveRoot:
                     raise refusal(self.name, f"{self.root}/.tierfs belongs to user {owner}, not to {os.geteuid()}")
                 if create:
                     os.fchmod(own, 0o700)
-                tmp = open_directory(b"tmp", own, create=create)
+                if not create:  # before anything is made: this may be somebody else's
+                    self._check_same(check_marker(self.name, own, own, self.root / ".tierfs", create=False))
+                tmp = open_directory(b"tmp", own)
                 undo.callback(os.close, tmp)
-                found = check_marker(self.name, own, tmp, self.root / ".tierfs", create=create)
+                if create:
+                    found = check_marker(self.name, own, tmp, self.root / ".tierfs")
+                    self._check_same(found)
+                    self.uuid = found
             finally:
                 os.close(own)
-            if self.uuid and found != self.uuid:
-                raise TierError(f"tier {self.name}: another archive lies at {self.root} now")
-            self.uuid = found
             undo.pop_all()
         return Held(root, tmp)
+
+    def _check_same(self, found: str) -> None:
+        if self.uuid and found != self.uuid:
+            raise TierError(f"tier {self.name}: another archive lies at {self.root} now")
 
     def check_catalog(self, catalog: str, *, claim: bool, known: bool = False) -> None:
         """See `check_owner`. Raises TierError."""
@@ -114,7 +120,8 @@ class ArchiveRoot:
                 os.close(own)
 
     def attach(self) -> None:
-        """Make sure that the root's path leads to this archive, and open it again where it was mounted anew.
+        """Make sure that the root's path leads to this archive, and open it again where it was mounted anew, or where
+        its private directory for temporary files was removed: that one is made again.
 
         A directory without this archive's marker is a temporary error and not touched: the mount below it is lost.
         """
