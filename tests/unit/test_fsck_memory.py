@@ -135,3 +135,13 @@ def test_a_broken_catalog_is_told_before_what_the_mount_would_do(world: World) -
     assert of(problems, "error") != []
     repair_all(world.policy, lambda done, total, what: None)
     assert world.problems() == []
+
+
+def test_what_is_under_way_on_the_archive_may_save_some_of_it(world: World) -> None:
+    world.rename(b"run", b"moved")
+    assert world.parts.migrator.archive.next_batch(10, {}) is not None
+    world.write(b"moved/new.pt", b"in memory alone")
+    (line,) = of(reboot(world), GONE)
+    assert line[0].endswith(
+        "at the next mount 1 file is lost; perhaps fewer, as it first finishes what is under way on the archive"
+    )

@@ -54,6 +54,8 @@ def foresee(catalog: Catalog, policy: Policy, tiers: Tiers, loss: Loss) -> list[
         if count
     ]
     told = f"at the next mount {', '.join(counts)}" if counts else "nothing is lost, other tiers have every file"
+    if counts and migrator.archive.pending is not None:  # the mount finishes it first, and what it brings stands
+        told += "; perhaps fewer, as it first finishes what is under way on the archive"
     listed = ((ROLLED_BACK, found.rolled_back), (LOST, found.lost), (UNDONE, found.undone))
     lines = [
         {"severity": severity, "what": str(entry), "path": entry.path}
