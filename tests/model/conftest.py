@@ -1,0 +1,8 @@
+"""Models drive the same assembled parts as the unit tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
