@@ -184,6 +184,8 @@ CREATE TABLE IF NOT EXISTS damage (
     PRIMARY KEY (ino, version, tier)
 ) WITHOUT ROWID;
 
+CREATE INDEX IF NOT EXISTS oplog_content_by_ino ON oplog(ino) WHERE kind = 5;
+
 CREATE INDEX IF NOT EXISTS published_odd ON published(parent) WHERE occupant<>ino AND occupant<>0;
 
 CREATE TABLE IF NOT EXISTS scrubs (
