@@ -289,7 +289,12 @@ class Mounted(World):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(migrator.run)
                 await migrator.flusher.flush(ROOT_INO, tier, 20)
+                migrator.paused = True
+                with trio.fail_after(20):  # a batch of the archive is not left half done, as its thread would go on
+                    while migrator._replaying or migrator.running:  # noqa: ASYNC110 - no event tells both
+                        await trio.sleep(0.002)
                 nursery.cancel_scope.cancel()
+            migrator.paused = False
 
         trio.run(flush)
         self.settle()
