@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import trio
@@ -197,3 +199,13 @@ class World:
 
     def problems(self) -> list[dict[str, str]]:
         return check_all(self.policy, lambda done, total, what: None, data=True)
+
+
+@contextlib.contextmanager
+def drained_world() -> Iterator[World]:
+    """A filled one, all of it on the archive. Left open."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as path:
+        made = World(Path(path))
+        made.fill()
+        made.drain()
+        yield made

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sqlite3
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.unit.rebuilding import World
+from tests.unit.rebuilding import World, drained_world
 from tierfs.fsck import repair_all
 from tierfs.fsck.session import catalog_path
 from tierfs.migrator.rollback import recover_lost_memory
@@ -22,10 +20,7 @@ Problem = dict[str, str]
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as path:
-        made = World(Path(path))
-        made.fill()
-        made.drain()
+    with drained_world() as made:
         yield made
 
 

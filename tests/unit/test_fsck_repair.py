@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.unit.rebuilding import World
+from tests.unit.rebuilding import World, drained_world
 from tierfs.errors import MountError
 from tierfs.fs.copies import drains_of
 from tierfs.fsck import repair_all
@@ -22,10 +21,7 @@ from tierfs.tiers.beside import SUFFIX
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as path:
-        made = World(Path(path))
-        made.fill()
-        made.drain()
+    with drained_world() as made:
         yield made
         made.close()
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.unit.rebuilding import World
+from tests.unit.rebuilding import World, drained_world
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as path:
-        made = World(Path(path))
-        made.fill()
-        made.drain()
+    with drained_world() as made:
         yield made
 
 
