@@ -340,10 +340,18 @@ class Machine(RuleBasedStateMachine):
 
 
 def archived(tree: Tree) -> dict[str, tuple[object, ...]]:
-    """What the archive shows of a tree; directories there have times of their own."""
+    """What the archive shows of a tree; directories there have times of their own, and a further link to a symlink may
+    be another one."""
     return {
-        path: (s.kind, s.mode, s.content, s.xattrs, s.first, None if stat.S_ISDIR(s.kind) else s.comparable().mtime_ns)
-        for path, s in tree.items()
+        path: (
+            seen.kind,
+            seen.mode,
+            seen.content,
+            seen.xattrs,
+            seen.first if stat.S_ISREG(seen.kind) else path,
+            None if stat.S_ISDIR(seen.kind) else seen.comparable().mtime_ns,
+        )
+        for path, seen in tree.items()
     }
 
 
