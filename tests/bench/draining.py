@@ -57,12 +57,22 @@ def drain_speed(mount: TestMount, disk: Path, size: int, repeat: int) -> list[Ro
     ]
 
 
+def settle(mount: TestMount) -> None:
+    """Until what was removed is gone from the archive's disk, too: one mounted with ``discard`` trims it then, which
+    takes the processors of a virtual machine for a second."""
+    mount.flush(mount.path, timeout=300)
+    os.sync()
+
+
 def under_drain(mount: TestMount, size: int, repeat: int) -> list[Row]:
-    """A save of ``size`` bytes, and opens, while four times as much is drained at full speed."""
+    """A save of ``size`` bytes, and opens, while four times as much is drained at full speed. Virtual machines need the
+    fastest run beside the median: there the same save takes once or twice its time, idle or not, by what pages the
+    hypervisor has given."""
     state = random_state(size)
     saved = mount.path / "save.pt"
     idle, busy, opens = [], [], []
     (mount.path / "small").write_bytes(b"x")
+    settle(mount)
     for number in range(repeat):
         mount.cli("pause", mount.path)
         warm_memory(2 * size)
@@ -81,6 +91,7 @@ def under_drain(mount: TestMount, size: int, repeat: int) -> list[Row]:
         watcher.join()
         for path in backlog:
             path.unlink()
+        settle(mount)
     return [
         Row(
             "torch.save while 4x as much drains",
@@ -90,6 +101,7 @@ def under_drain(mount: TestMount, size: int, repeat: int) -> list[Row]:
             "idle",
             ">= 0.8",
         ),
+        Row("the same, fastest of each", "GB/s", size / 1e9 / min(busy), size / 1e9 / min(idle), "idle", ">= 0.8"),
         Row("open + close under drain, p99", "ms", percentile(opens, 99) * 1e3, None, f"{len(opens)} opens", "< 20"),
         Row("open + close under drain, median", "ms", median(opens) * 1e3, None, "", ""),
     ]
