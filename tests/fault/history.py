@@ -4,8 +4,7 @@ Each operation is an event with a number; a path's history is the list of what i
 legal when each of its paths holds, whole, something of its history that is not older than what was promised, and when
 what is gone is gone for a reason:
 
-- a delete stands only if everything closed before it is there (promise 4); not counted is what was rewritten later, and
-  so never had to become durable (docs/SEMANTICS.md, "Not yet"),
+- a delete stands only if everything closed before it is there, or something newer of the same file (promise 4),
 - a file renamed after a rewrite that was lost is at its new name with what it held before,
 - an archive that shows an event shows every earlier one, or what has replaced it since (promise 5).
 """
@@ -137,7 +136,7 @@ class History:
 
     def _falling_back(self, path: Path, tree: dict[Path, Content | None], floor: int) -> list[int]:
         """What ``path`` holds, when it is an older content of a file that it had: what the file held since was lost.
-        Nothing, when all of it was."""
+        Nothing, when all of it was. A newer content, written after the file was renamed: the rename was undone."""
         held = tree.get(path)
         states = self.paths.get(path, [])
         if held is None:  # or a file of which nothing was durable, so that just before it is as far as it goes
@@ -146,13 +145,14 @@ class History:
                 for start, content in states
                 if content is not None and start > floor and self._may_be_lost(self.owners[path, start], tree)
             ]
+        found = []
         for number, (start, content) in enumerate(states):
             file = self.owners.get((path, start), 0)
-            if content is None or held >= content or held not in self.versions[file]:
+            if content is None or held == content or held not in self.versions[file]:
                 continue
             if number + 1 == len(states) or states[number + 1][0] > floor:
-                return [held]
-        return []
+                found.append(min(held, start))
+        return found
 
     def _broken_promises(self, tree: dict[Path, Content | None]) -> list[str]:
         found = []
@@ -168,11 +168,6 @@ class History:
         """Whether the file that the delete took from ``path`` was durable and is nowhere."""
         file = self.owners.get((path, self._last_event(path, event - 1)))
         return file in self.vouched and not any(held in self.versions[file] for held in tree.values())
-
-    def _rewritten(self, path: Path, event: int, after: int) -> bool:
-        """Whether the file that ``event`` gave to ``path`` held something newer after another event."""
-        file = self.owners.get((path, event))
-        return file is not None and self.versions[file][-1] > after
 
     def _last_event(self, path: Path, event: int) -> int:
         """The last thing that happened to ``path`` up to ``event``; 0: nothing."""
@@ -211,6 +206,5 @@ class History:
                 f"{path} was deleted by {event}, but {other} lost {last}"
                 for other, events in matching.items()
                 if (last := self._last_event(other, event - 1)) > max(events)
-                and not self._rewritten(other, last, event)
             ]
         return found

@@ -388,10 +388,15 @@ class Catalog(Deadlines, HeldQueries, Damaged):
             self._write("DELETE FROM replicas WHERE tier=?", (tier,))
 
     def begin_version(self, ino: int, version: int) -> None:
-        """``version`` becomes the current one; copies of older ones that were queued are moot."""
+        """``version`` becomes the current one; copies of older ones that were queued are moot. The first place that the
+        file has in each queue stays: deletes wait for that close until this version, or a later one, makes up for it.
+        """
         self.keep_version(ino)
         self._write("UPDATE inodes SET version=? WHERE ino=?", (version, ino))
-        self._write("DELETE FROM drains WHERE ino=?", (ino,))
+        self._write(
+            "DELETE FROM drains WHERE ino=?1 AND seq NOT IN (SELECT MIN(seq) FROM drains WHERE ino=?1 GROUP BY tier)",
+            (ino,),
+        )
 
     def end_content(self, ino: int) -> None:
         """The file is gone: no version is current, and no copy wanted."""
@@ -459,7 +464,16 @@ class Catalog(Deadlines, HeldQueries, Damaged):
         return tiers
 
     def unqueue_drain(self, ino: int, version: int, tier: str) -> None:
-        self._write("DELETE FROM drains WHERE ino=? AND version=? AND tier=?", (ino, version, tier))
+        """``tier`` has this version: whoever waits for it or for an older one waits no more."""
+        self._write("DELETE FROM drains WHERE ino=? AND version<=? AND tier=?", (ino, version, tier))
+
+    def drop_overtaken(self, ino: int, keep: Sequence[str] = ()) -> None:
+        """Nothing makes up any more for closes of older versions that are queued to other tiers than ``keep``."""
+        self._write(
+            f"DELETE FROM drains WHERE ino=? AND tier NOT IN ({','.join('?' * len(keep))})"
+            " AND version < (SELECT version FROM inodes WHERE ino=drains.ino)",
+            (ino, *keep),
+        )
 
     def log(
         self, kind: OpKind, ino: int, now: int, *, parent: int = 0, name: bytes = b"", arg: int = 0, name2: bytes = b""

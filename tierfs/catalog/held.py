@@ -104,8 +104,9 @@ class HeldQueries(Database):
     # closes that are not durable yet
 
     def queued_since(self, ino: int, version: int) -> int:
-        """The close of this version, while a copy of it is queued to a local tier; 0 when none is."""
-        row = self._run("SELECT MIN(seq) FROM drains WHERE ino=? AND version=?", (ino, version)).fetchone()
+        """The first close of this version or of one that it makes up for, while a copy is queued to a local tier; 0
+        when none is."""
+        row = self._run("SELECT MIN(seq) FROM drains WHERE ino=? AND version<=?", (ino, version)).fetchone()
         return row[0] or 0
 
     def queued_at(self, ino: int, version: int, tier: str) -> int:
@@ -114,10 +115,10 @@ class HeldQueries(Database):
         return row[0] if row else 0
 
     def first_waiting(self, after: int, queues: Sequence[str], durable: Sequence[str]) -> int | None:
-        """The first close at or after ``after`` that is queued to one of ``queues``, is still its file's, and that none
-        of ``durable`` holds durably."""
+        """The first close at or after ``after``, of a file with a name, that is queued to one of ``queues`` and that
+        none of ``durable`` holds durably, nor a later version."""
         row = self._run(
-            f"SELECT d.seq FROM drains d JOIN inodes i ON i.ino=d.ino AND i.version=d.version AND i.nlink>0"
+            f"SELECT d.seq FROM drains d JOIN inodes i ON i.ino=d.ino AND i.version>=d.version AND i.nlink>0"
             f" WHERE d.seq>=? AND d.tier IN ({_marks(queues)}) AND NOT EXISTS"
             f" (SELECT 1 FROM replicas r"
             f" WHERE r.ino=d.ino AND r.version>=d.version AND r.state=?"
@@ -127,9 +128,9 @@ class HeldQueries(Database):
         return row[0] if row else None
 
     def waiting(self, before: int, limit: int) -> list[tuple[int, int]]:
-        """(ino, version) of closes before ``before`` that are queued to a local tier and still wanted."""
+        """(ino, version) of what has to become durable for closes before ``before`` that are queued to a local tier."""
         return self._run(
-            "SELECT DISTINCT d.ino, d.version FROM drains d JOIN inodes i ON i.ino=d.ino AND i.version=d.version"
+            "SELECT DISTINCT d.ino, i.version FROM drains d JOIN inodes i ON i.ino=d.ino AND i.version>=d.version"
             " AND i.nlink>0 WHERE d.seq<? ORDER BY d.seq LIMIT ?",
             (before, limit),
         ).fetchall()
@@ -163,15 +164,30 @@ class HeldQueries(Database):
             (_DURABLE, *tiers),
         ).fetchall()
 
-    def waiting_closes(self, durable: Sequence[str]) -> Iterable[tuple[int, int, int]]:
-        """(seq, ino, version) of closes queued to a local tier that are still their file's and that none of
-        ``durable`` holds, oldest first."""
+    def overtaken_contents(self) -> list[tuple[int, int]]:
+        """(close, close of the current version) of files that the archive wants, and wanted with an older version."""
         return self._run(
-            "SELECT d.seq, d.ino, d.version FROM drains d JOIN inodes i ON i.ino=d.ino AND i.version=d.version"
+            "SELECT o.seq, n.seq FROM oplog o JOIN inodes i ON i.ino=o.ino AND i.version>o.arg AND i.nlink>0"
+            " JOIN oplog n ON n.kind=5 AND n.ino=o.ino AND n.arg=i.version WHERE o.kind=5 AND n.seq>o.seq"
+        ).fetchall()
+
+    def waiting_closes(self, durable: Sequence[str]) -> Iterable[tuple[int, int, int]]:
+        """(seq, ino, version) of closes of files with a name, queued to a local tier, that none of ``durable`` holds,
+        nor a later version, oldest first."""
+        return self._run(
+            "SELECT d.seq, d.ino, d.version FROM drains d JOIN inodes i ON i.ino=d.ino AND i.version>=d.version"
             " AND i.nlink>0 WHERE NOT EXISTS (SELECT 1 FROM replicas r WHERE r.ino=d.ino AND r.version>=d.version"
             f" AND r.state=? AND r.tier IN ({_marks(durable)})) ORDER BY d.seq",
             (_DURABLE, *durable),
         )
+
+    def overtakes(self, ino: int, version: int) -> bool:
+        """Whether a close of an older version of the file is queued, which this version is to make up for."""
+        sql = (
+            "SELECT 1 FROM drains WHERE ino=?1 AND version<?2"
+            " UNION ALL SELECT 1 FROM oplog WHERE kind=5 AND ino=?1 AND arg<?2 LIMIT 1"
+        )
+        return self._run(sql, (ino, version)).fetchone() is not None
 
     def closes(self) -> list[tuple[int, int, int]]:
         """(seq, ino, version) of everything in the queues of all tiers."""

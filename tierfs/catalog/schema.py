@@ -91,7 +91,8 @@ CREATE TABLE chunks (
 CREATE TABLE drains (
     seq     INTEGER PRIMARY KEY,        -- order of close
     ino     INTEGER NOT NULL,
-    version INTEGER NOT NULL,
+    version INTEGER NOT NULL,           -- below the inode's: overtaken, nothing to copy, but deletes wait for it until
+                                        -- a later version is durable; one such row per file and tier, the first
     tier    TEXT NOT NULL               -- destination; never the archive, whose queue is the oplog
 );
 CREATE INDEX drains_by_ino ON drains(ino);

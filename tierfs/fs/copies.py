@@ -52,7 +52,10 @@ class Copies:
     def queue(self, closed: Replica, rule: Rule, now: int, present: Collection[str] = ()) -> None:
         """One queue entry for each tier from the ack tier down to the rule's drain target, but those in ``present``."""
         archive = self._files.policy.tiers[-1].name
-        for name in self.targets(closed.tier, rule):
+        targets = self.targets(closed.tier, rule)
+        if closed.version > 1:
+            self._files.catalog.drop_overtaken(closed.ino, targets)
+        for name in targets:
             if name in present:
                 continue
             if name == archive:

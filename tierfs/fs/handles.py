@@ -23,6 +23,8 @@ class OpenInode:
     role: Role
     readers: int = 0
     writers: int = 0
+    anew: bool = True
+    """The version that is being written began empty, not with the bytes of the one before."""
     unprivileged: bool = False
     """Opened for writing by somebody else than root, whose writes clear the setuid and setgid bits."""
     snapshot: tuple[int, int] | None = None

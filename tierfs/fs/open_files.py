@@ -208,6 +208,7 @@ class OpenFiles:
                 if inode.replica.state is not ReplicaState.OPEN:
                     self._begin_version(inode, kept)
                 if truncate:
+                    inode.anew = True
                     self.local.at_once(inode.replica.tier, partial(os.ftruncate, inode.fd, 0), "truncate")
             except BaseException:
                 self._drop(inode, writes=False)
@@ -271,7 +272,9 @@ class OpenFiles:
                     raise
                 if moved is not None:
                     self.local.close(local.tier, fd)
-                    return self.attach(*moved, rule, role)
+                    inode = self.attach(*moved, rule, role)
+                    inode.anew = False
+                    return inode
                 if self.catalog.replica(ino, local.version, local.tier) == local:
                     break
             # A copy ended while we waited, and the replica that it made clean was evicted.
@@ -363,6 +366,7 @@ class OpenFiles:
                 self.catalog.put_replica(kept)
         inode.replica = new
         inode.snapshot = None
+        inode.anew = False
         reach(At.APPEND_RECORDED)
 
     def _drop_superseded(self, ino: int, current: int) -> None:

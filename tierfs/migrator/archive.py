@@ -66,6 +66,8 @@ class Archive:
     """What happened after this number has to wait for files that the archive does not get."""
     safe: Callable[[], int] = lambda: 0
     """What was deleted before this number never has to come back."""
+    given_up: Callable[[int, int], bool] = lambda ino, version: False
+    """Whether nothing waits for this version, which is being written, to make up for the file's former closes."""
     copies: CatalogCopies | None = None
     """Where batches are logged for a rebuild of the catalog."""
     pending: Batch | None = None
@@ -86,28 +88,41 @@ class Archive:
     def ready_prefix(
         self, operations: Sequence[Operation], ready: Mapping[tuple[int, int], Ready]
     ) -> Sequence[Operation]:
-        """The operations up to the first whose content is still needed and not copied yet, or that would take away
-        something durable before what it waits for has come (plan.retention)."""
-        prefix, abandoned, barrier = operations, False, self.barrier()
+        """The operations up to the first whose content is still needed and not copied yet, or overtaken by one that is
+        being written, or that would take away something durable before what it waits for has come (plan.retention)."""
+        prefix, moot, barrier = operations, False, self.barrier()
         for index, operation in enumerate(operations):
             if operation.seq > barrier:
                 prefix = operations[:index]
                 break
             if operation.kind is OpKind.CONTENT and (operation.ino, operation.arg) not in ready:
-                if self.wanted(operation):
+                if self.wanted(operation) or self._being_written(operation):
                     prefix = operations[:index]
                     break
-                attributes = self.catalog.attributes(operation.ino)
-                abandoned = abandoned or attributes is None or attributes.nlink == 0
-        return self._due(prefix, ready) if abandoned else prefix
+                moot = True
+        return self._due(prefix, ready) if moot else prefix
+
+    def _being_written(self, operation: Operation) -> bool:
+        """Whether the file is open for writing the version that makes up for this content."""
+        current = self.catalog.attributes(operation.ino)
+        if current is None or not current.nlink or current.version <= operation.arg:
+            return False
+        if self.given_up(current.ino, current.version):
+            return False
+        return any(
+            replica.version == current.version and replica.state is ReplicaState.OPEN
+            for replica in self.catalog.replicas(current.ino)
+        )
 
     def _due(self, operations: Sequence[Operation], ready: Mapping[tuple[int, int], Ready]) -> Sequence[Operation]:
-        """Among ``operations`` are closes of files that were deleted before they came here. Those that deletes wait for
-        stay where they are, so that they are not forgotten, until what came later is here."""
+        """Among ``operations`` are closes of files that were deleted, or closed again, before they came here. Those
+        that deletes wait for stay where they are, so that they are not forgotten, until what came later is here."""
         catalog = self.catalog
         waiting = (seq for seq, ino, version in catalog.wanted_content_seqs() if (ino, version) not in ready)
         first = next(waiting, NEVER)
-        limit = frontier(first, catalog.deleted_before_durable_on([self.name]))
+        moot = catalog.deleted_before_durable_on([self.name])
+        moot += [(close, again + 1) for close, again in catalog.overtaken_contents()]
+        limit = frontier(first, moot)
         if limit < first and catalog.holds_between(limit, first, self.name):
             return [operation for operation in operations if operation.seq < limit]
         return operations

@@ -88,6 +88,7 @@ class Flusher:
         host.kick()
         try:
             while host.held.frontier(tier) <= last:
+                host.held.hasten(at_once=True)
                 with trio.move_on_after(1):
                     await host.progress().wait()
             await host.sync()
@@ -144,6 +145,7 @@ class Flusher:
                             left -= attributes.size
                     if progress:
                         progress(total - left, total)
+                    host.held.hasten(at_once=True)
                     if not missing and host.held.frontier(tier) > last:
                         await host.sync()
                         break

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 from typing import Protocol
 
+import trio
+
 from tierfs.catalog import Catalog
 from tierfs.fs.open_files import OpenFiles
 from tierfs.plan.retention import NEVER, frontier
@@ -18,6 +20,11 @@ from tierfs.types import Replica, ReplicaState
 ROWS = 256
 """Rows looked at in one transaction."""
 URGENT = 256
+
+SNAPSHOT_AFTER, GIVE_UP_AFTER = 10, 600
+"""Seconds that deletes, and the archive, wait for the close of a file that was opened for writing again before its
+last close was durable. Then what is there of it is made durable as by an fsync; or, where it was begun anew and half of
+it must not take the place of what is durable, the last close counts as the file's deletion."""
 
 
 class Host(Protocol):
@@ -36,6 +43,10 @@ class HeldDeletes:
         self._disks = [name for name in self._lasting if name != names[-1]]
         self._reached: dict[str, int] = {}
         """Per tier, a number up to which no close waits any more: where to go on looking."""
+        self._open: dict[int, tuple[int, float]] = {}
+        """Files that are open for writing while a former close waits: version, and since when."""
+        self._given_up: dict[int, int] = {}
+        """Those whose former closes nothing waits for, with the version that is being written."""
 
     def frontier(self, tier: str) -> int:
         """Every file closed before this number is durable on ``tier`` or below it, or was deleted and waits for
@@ -73,6 +84,34 @@ class HeldDeletes:
             reach(At.HELD_RELEASED)
         with catalog.transaction():
             catalog.drop_vouched(safe)
+
+    def hasten(self, *, at_once: bool = False) -> None:
+        """Have nothing wait for a file that stays open for long (see `SNAPSHOT_AFTER`), or, when somebody waits for
+        what was closed before, that is open at all."""
+        catalog, files, now = self._host.catalog, self._host.files, trio.current_time()
+        found: dict[int, tuple[int, float]] = {}
+        for inode in list(files.inodes.values()):
+            version = inode.replica.version
+            if not inode.writers or inode.replica.state is not ReplicaState.OPEN or version == 1:
+                continue
+            if self.given_up(inode.ino, version) or not catalog.overtakes(inode.ino, version):
+                continue
+            known, since = self._open.get(inode.ino, (version, now))
+            since = since if known == version else now
+            if not inode.anew and (at_once or now - since >= SNAPSHOT_AFTER):
+                files.take_snapshot(inode)
+            elif at_once or now - since >= GIVE_UP_AFTER:
+                self._given_up[inode.ino] = version
+                with catalog.transaction():
+                    catalog.drop_overtaken(inode.ino)
+            else:
+                found[inode.ino] = version, since
+        self._open = found
+        self._given_up = {i: v for i, v in self._given_up.items() if i in files.inodes}
+
+    def given_up(self, ino: int, version: int) -> bool:
+        """Whether nothing waits for this version, which is being written, to make up for former closes."""
+        return self._given_up.get(ino) == version
 
     def _still_held(self, seq: int, replica: Replica, limits: dict[str, int]) -> bool:
         return replica.state is ReplicaState.DURABLE and limits.get(replica.tier, NEVER) <= seq

@@ -109,7 +109,13 @@ class Migrator:
         self.held = HeldDeletes(self)
         self.copies = CatalogCopies(self.tree)
         self.archive = Archive(
-            self.catalog, self.tree, self.archive_name, self.held.barrier, self.held.safe, self.copies
+            self.catalog,
+            self.tree,
+            self.archive_name,
+            self.held.barrier,
+            self.held.safe,
+            self.held.given_up,
+            self.copies,
         )
         self.outages = Outages()
         self.lanes = Lanes((tier.name for tier in self.policy.tiers), self.policy.limits.tier_timeout)
@@ -235,6 +241,7 @@ class Migrator:
 
     async def _cycle(self, nursery: trio.Nursery) -> float:
         """Start what can be started; seconds until the next look."""
+        self.held.hasten()
         self.held.release()
         self.remover.start(nursery)
         wake = 1.0 if self.mapped.any else 5.0

@@ -161,9 +161,13 @@ class _Rollback:
         )
 
     def _first_lost(self, damaged: list[Attributes], closes: list[tuple[int, int, int]]) -> int | None:
-        """The first close that was lost; None when nothing was but what was never closed, or never to be durable."""
-        versions = {(attributes.ino, attributes.version) for attributes in damaged}
-        return min((seq for seq, ino, version in closes if (ino, version) in versions), default=None)
+        """The first close that was lost, be it of a version that another was to make up for; None when nothing was but
+        what was never closed, or never to be durable."""
+        left: dict[int, int] = {}
+        for attributes in damaged:
+            newest = self._newest(attributes.ino)
+            left[attributes.ino] = newest.version if newest else 0
+        return min((seq for seq, ino, version in closes if version > left.get(ino, version)), default=None)
 
     def _due(self, first: int, held: list[Held]) -> int:
         """Deletes before this number stand. Files that are closed, lost, and were deleted after another loss count as

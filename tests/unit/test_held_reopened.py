@@ -1,0 +1,161 @@
+"""Deletes wait for a close that was not durable when the file was opened for writing again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from held_world import World, inside
+
+from tierfs.migrator.held import GIVE_UP_AFTER, SNAPSHOT_AFTER
+from tierfs.report import Undone
+from tierfs.types import ReplicaState
+
+STACKS = {"memory, nvme, archive": ("nvme",), "memory, archive": ()}
+HOW = {"truncated": os.O_TRUNC, "in place": 0}
+OLD, FIRST, SECOND = b"old" * 100, b"first" * 10, b"second" * 10
+
+
+@pytest.fixture(params=STACKS.values(), ids=STACKS.keys())
+def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
+    """``old`` is durable everywhere and deleted after a file that is nowhere durable was closed."""
+    made = World(tmp_path, request.param)
+    made.write("old", OLD)
+    made.durable("old")
+    made.write("log", FIRST)
+    made.unlink("old")
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=HOW.values(), ids=HOW.keys())
+def flags(request: pytest.FixtureRequest) -> int:
+    how: int = request.param
+    return os.O_WRONLY | how
+
+
+def old_is_held(world: World) -> bool:
+    world.settle()
+    world.replay()
+    return all(OLD in world.on(tier) for tier in world.persistent)
+
+
+def old_is_gone(world: World) -> bool:
+    world.settle()
+    world.replay()
+    return not any(OLD in world.on(tier) for tier in world.persistent)
+
+
+def as_time_passes(steps: Callable[[], object], *seconds: float) -> None:
+    """Call it now and after each pause."""
+
+    async def run() -> None:
+        steps()
+        for pause in seconds:
+            await trio.sleep(pause)
+            steps()
+
+    trio.run(run, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_delete_waits_for_the_next_version_of_what_was_closed_before_it(world: World, flags: int) -> None:
+    for number in range(3):
+        world.write("log", SECOND + b"%d" % number, truncate=flags & os.O_TRUNC != 0)
+        assert old_is_held(world)
+    world.drain("log", *world.persistent)
+    assert old_is_gone(world)
+    world.check()
+
+
+def test_a_delete_is_undone_with_the_close_before_it_although_the_file_was_closed_again(
+    world: World, flags: int
+) -> None:
+    world.write("log", SECOND, truncate=flags & os.O_TRUNC != 0)
+    assert old_is_held(world)
+    report = world.reboot()
+    assert world.read("old") == OLD
+    assert report.undone == [Undone("unlink", "old")]
+    world.unlink("log")
+    world.check()
+
+
+def test_a_delete_is_undone_with_the_close_before_it_although_the_file_is_open_again(world: World, flags: int) -> None:
+    fh = trio.run(world.parts.files.open, world.ino("log"), flags)
+    world.parts.write(fh, 0, SECOND)
+    assert old_is_held(world)
+    report = world.reboot()
+    assert world.read("old") == OLD
+    assert report.undone == [Undone("unlink", "old")]
+    world.unlink("log")
+    world.check()
+
+
+def test_a_file_deleted_after_it_was_written_again_is_waited_for_no_more(world: World, flags: int) -> None:
+    world.write("log", SECOND, truncate=flags & os.O_TRUNC != 0)
+    world.unlink("log")
+    assert old_is_gone(world)
+    world.check()
+
+
+def test_the_archive_shows_nothing_past_a_close_whose_file_is_being_written_again(world: World, flags: int) -> None:
+    world.write("latest", b"log")
+    fh = trio.run(world.parts.files.open, world.ino("log"), flags)
+    world.drain("latest", *world.persistent)
+    world.replay()
+    assert world.archived() == {"old": OLD}
+    inside(world.parts.files.release, fh)
+    world.check()
+
+
+def test_a_file_that_stays_open_is_made_durable_as_it_is_if_it_was_not_cut_off(world: World) -> None:
+    """A log that is opened again to be appended to for days: nothing waits that long."""
+    fh = trio.run(world.parts.files.open, world.ino("log"), os.O_WRONLY)
+    world.parts.write(fh, 0, SECOND)
+    as_time_passes(world.parts.migrator.held.hasten, SNAPSHOT_AFTER - 1)
+    assert world.parts.files.inodes[world.ino("log")].replica.state is ReplicaState.OPEN
+    as_time_passes(world.parts.migrator.held.hasten, SNAPSHOT_AFTER + 1)
+    world.drain("log", *world.persistent)
+    assert old_is_gone(world)
+    inside(world.parts.files.release, fh)
+    world.check()
+
+
+def test_half_a_rewritten_file_is_not_made_durable_but_at_last_given_up(world: World) -> None:
+    fh = trio.run(world.parts.files.open, world.ino("log"), os.O_WRONLY | os.O_TRUNC)
+    world.parts.write(fh, 0, SECOND)
+    as_time_passes(world.parts.migrator.held.hasten, GIVE_UP_AFTER - 1)
+    assert old_is_held(world)
+    as_time_passes(world.parts.migrator.held.hasten, GIVE_UP_AFTER + 1)
+    assert world.parts.files.inodes[world.ino("log")].replica.state is ReplicaState.OPEN
+    assert old_is_gone(world)
+    inside(world.parts.files.release, fh)
+    world.check()
+
+
+def test_who_waits_for_what_was_done_does_not_wait_for_a_file_that_is_open_again(world: World, flags: int) -> None:
+    """Else a program that fsyncs a directory could wait for a file that it has open itself."""
+    fh = trio.run(world.parts.files.open, world.ino("log"), flags)
+    as_time_passes(lambda: world.parts.migrator.held.hasten(at_once=True))
+    if not flags & os.O_TRUNC:
+        world.drain("log", *world.persistent)
+    assert old_is_gone(world)
+    inside(world.parts.files.release, fh)
+    world.check()
+
+
+def test_a_file_that_moved_out_of_the_rule_that_drained_it_is_waited_for_no_more(tmp_path: Path) -> None:
+    world = World(tmp_path, rules='[{match: "scratch/**", drain: none}]')
+    world.write("old", OLD)
+    world.durable("old")
+    world.mkdir("scratch")
+    world.write("log", FIRST)
+    world.unlink("old")
+    world.rename("log", "scratch/log")
+    world.write("scratch/log", SECOND)
+    world.settle()
+    assert world.on("nvme") == []
+    world.close()
