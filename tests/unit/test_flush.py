@@ -68,3 +68,23 @@ def test_a_file_that_a_full_tier_sent_below_its_rules_end_becomes_durable_there(
     found = parts.catalog.replicas(trio.run(use))
     assert [(replica.tier, replica.state) for replica in found] == [("hdd", ReplicaState.DURABLE)]
     parts.close()
+
+
+def test_a_file_that_fsync_waits_for_goes_before_all_that_was_closed_earlier(parts: Parts) -> None:
+    count = 600
+
+    async def use() -> int:
+        for number in range(count + 1):
+            fh, attributes = parts.names.create(ROOT_INO, b"%d" % number, 0o644, os.O_RDWR, Caller(0, 0))
+            parts.write(fh, 0, b"content")
+            parts.files.release(fh)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(parts.migrator.run)
+            with trio.fail_after(20):
+                await parts.migrator.wait_durable(attributes.ino, attributes.version, "nvme")
+            left = len(parts.catalog.wanted_drains(count))
+            nursery.cancel_scope.cancel()
+        return left
+
+    assert trio.run(use) > count // 2
+    assert not parts.migrator.queue.awaited

@@ -448,6 +448,14 @@ class Catalog(Deadlines, HeldQueries, Damaged):
             (limit,),
         ).fetchall()
 
+    def wanted_drains_of(self, ino: int) -> list[tuple[int, int, str, int, int]]:
+        """As `wanted_drains`, of one file."""
+        return self._run(
+            "SELECT d.ino, d.version, d.tier, i.size, i.ctime_ns FROM drains d"
+            " JOIN inodes i ON i.ino=d.ino AND i.version=d.version AND i.nlink>0 WHERE d.ino=? ORDER BY d.seq",
+            (ino,),
+        ).fetchall()
+
     def wanted_contents(self, limit: int) -> list[tuple[int, int, int, int, int]]:
         """(ino, version, size, closed in ns, place in the oplog) that the archive still wants, oldest close first."""
         return self._run(

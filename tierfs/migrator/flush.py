@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from tierfs.fs.open_files import OpenFiles
 from tierfs.migrator.archive import Archive
 from tierfs.migrator.held import HeldDeletes
 from tierfs.migrator.outage import Outages
+from tierfs.migrator.queue import DrainQueue
 from tierfs.policy.model import Policy
 from tierfs.types import Attributes, Ino, ReplicaState
 
@@ -37,6 +39,7 @@ class Host(Protocol):
     archive_name: str
     held: HeldDeletes
     outages: Outages
+    queue: DrainQueue
     paused: bool
     hurry: int
     emergency: int
@@ -65,6 +68,7 @@ class Flusher:
         """Returns when the version is durable at ``tier``, or when the file is gone."""
         host = self._host
         host.hurry += 1
+        host.queue.awaited[ino] += 1
         host.kick()
         try:
             while not self.durable(ino, version, tier):
@@ -78,6 +82,7 @@ class Flusher:
             await host.sync()
         finally:
             host.hurry -= 1
+            host.queue.awaited -= Counter([ino])
 
     async def wait_settled(self, tier: str) -> None:
         """Returns when nothing that was done on the mount until now can be undone by a loss above ``tier``: everything

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -101,6 +102,8 @@ class Migrator:
     """The last copy to the archive found no room: deletes may go first."""
     _deleted: bool = False
     """Something changed since the archive was last looked at for such deletes."""
+    _release_at: float = 0.0
+    """When the held deletes are looked at again, at the earliest; of time.perf_counter."""
     _swept: bool = False
     """What former daemons left in the archive's temporary area is gone."""
 
@@ -241,10 +244,8 @@ class Migrator:
 
     async def _cycle(self, nursery: trio.Nursery) -> float:
         """Start what can be started; seconds until the next look."""
-        self.held.hasten()
-        self.held.release()
+        wake = min(1.0 if self.mapped.any else 5.0, self._release_held())
         self.remover.start(nursery)
-        wake = 1.0 if self.mapped.any else 5.0
         self.mapped.renew()
         if not self.paused:
             wake = min(wake, self._start_drains(nursery))
@@ -264,6 +265,18 @@ class Migrator:
                 self.outages.begin(tier, PROBE)
                 nursery.start_soon(self._probe, tier)
         return min(wake, self.outages.wake())
+
+    def _release_held(self) -> float:
+        """A look at the held deletes takes time by their number, and while a flush waits there is one after the other:
+        seconds until one that was left out is due."""
+        began = time.perf_counter()
+        if began < self._release_at:
+            return self._release_at - began
+        self.held.hasten()
+        self.held.release()
+        now = time.perf_counter()
+        self._release_at = now + 8 * (now - began)
+        return math.inf
 
     async def _probe(self, tier: str) -> None:
         """Ask a tier that failed, and for which there is nothing to do, whether it works again."""

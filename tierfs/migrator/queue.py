@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -42,6 +43,9 @@ class DrainQueue:
         self._host = host
         self._told = False
         """Files are late, and the log says so."""
+        self.awaited: Counter[int] = Counter()
+        """Inodes of which somebody waits for a copy (fsync, close): theirs to the tiers above the archive go first. On
+        the archive nothing can: it gets everything in order of close."""
 
     def pending(self) -> list[Pending]:
         """Copies that could start now, contents of the archive first, each in order of close."""
@@ -62,10 +66,13 @@ class DrainQueue:
     def _drains(self) -> list[Pending]:
         """A copy on the way has the deadline of its file: it is what makes it safe until the last tier has it."""
         host = self._host
-        rows = dict.fromkeys(host.catalog.urgent_drains(WINDOW))
+        rows = dict.fromkeys(row for ino in self.awaited for row in host.catalog.wanted_drains_of(ino))
+        rows |= dict.fromkeys(host.catalog.urgent_drains(WINDOW))
         rows |= dict.fromkeys(host.catalog.wanted_drains(WINDOW))
         return [
-            Pending(ino, version, tier, size, closed, host.catalog.deadline(ino, version))
+            Pending(
+                ino, version, tier, size, closed, 0 if ino in self.awaited else host.catalog.deadline(ino, version)
+            )
             for ino, version, tier, size, closed in rows
             if not host.outages.wait(tier)
         ]
