@@ -11,7 +11,7 @@ import trio
 import trio.testing
 from held_world import World, inside
 
-from tierfs.migrator.held import GIVE_UP_AFTER, SNAPSHOT_AFTER
+from tierfs.migrator.held import AWAITED, GIVE_UP_AFTER, SNAPSHOT_AFTER
 from tierfs.report import Undone
 from tierfs.types import ReplicaState
 
@@ -139,7 +139,7 @@ def test_half_a_rewritten_file_is_not_made_durable_but_at_last_given_up(world: W
 def test_who_waits_for_what_was_done_does_not_wait_for_a_file_that_is_open_again(world: World, flags: int) -> None:
     """Else a program that fsyncs a directory could wait for a file that it has open itself."""
     fh = trio.run(world.parts.files.open, world.ino("log"), flags)
-    as_time_passes(lambda: world.parts.migrator.held.hasten(at_once=True))
+    as_time_passes(lambda: world.parts.migrator.held.hasten(awaited=True), AWAITED)
     if not flags & os.O_TRUNC:
         world.drain("log", *world.persistent)
     assert old_is_gone(world)

@@ -93,7 +93,7 @@ class Flusher:
         host.kick()
         try:
             while host.held.frontier(tier) <= last:
-                host.held.hasten(at_once=True)
+                host.held.hasten(awaited=True)
                 with trio.move_on_after(1):
                     await host.progress().wait()
             await host.sync()
@@ -150,7 +150,7 @@ class Flusher:
                             left -= attributes.size
                     if progress:
                         progress(total - left, total)
-                    host.held.hasten(at_once=True)
+                    host.held.hasten(awaited=True)
                     if not missing and host.held.frontier(tier) > last:
                         await host.sync()
                         break

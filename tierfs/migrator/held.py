@@ -25,6 +25,9 @@ SNAPSHOT_AFTER, GIVE_UP_AFTER = 10, 600
 """Seconds that deletes, and the archive, wait for the close of a file that was opened for writing again before its
 last close was durable. Then what is there of it is made durable as by an fsync; or, where it was begun anew and half of
 it must not take the place of what is durable, the last close counts as the file's deletion."""
+AWAITED = 1
+"""Instead of both while somebody waits for what was done before. More than nothing: the kernel tells of a close a
+little later."""
 
 
 class Host(Protocol):
@@ -85,9 +88,9 @@ class HeldDeletes:
         with catalog.transaction():
             catalog.drop_vouched(safe)
 
-    def hasten(self, *, at_once: bool = False) -> None:
-        """Have nothing wait for a file that stays open for long (see `SNAPSHOT_AFTER`), or, when somebody waits for
-        what was closed before, that is open at all."""
+    def hasten(self, *, awaited: bool = False) -> None:
+        """Have nothing wait for a file that stays open: see `SNAPSHOT_AFTER`. ``awaited``: somebody waits for what was
+        done before. To be called now and then."""
         catalog, files, now = self._host.catalog, self._host.files, trio.current_time()
         found: dict[int, tuple[int, float]] = {}
         for inode in list(files.inodes.values()):
@@ -98,9 +101,9 @@ class HeldDeletes:
                 continue
             known, since = self._open.get(inode.ino, (version, now))
             since = since if known == version else now
-            if not inode.anew and (at_once or now - since >= SNAPSHOT_AFTER):
+            if not inode.anew and now - since >= (AWAITED if awaited else SNAPSHOT_AFTER):
                 files.take_snapshot(inode)
-            elif at_once or now - since >= GIVE_UP_AFTER:
+            elif now - since >= (AWAITED if awaited else GIVE_UP_AFTER):
                 self._given_up[inode.ino] = version
                 with catalog.transaction():
                     catalog.drop_overtaken(inode.ino)
