@@ -52,6 +52,8 @@ class History:
     versions: dict[int, list[Content]] = field(default_factory=dict)
     """file → what it held, in order"""
     unlinks: list[tuple[int, Path]] = field(default_factory=list)
+    directories: set[tuple[Path, Path]] = field(default_factory=set)
+    """Names that one directory had."""
     promised: dict[Path, int] = field(default_factory=dict)
     """path → the event whose outcome, or a later one, must survive on every tier that is no memory"""
     vouched: dict[int, Content] = field(default_factory=dict)
@@ -62,7 +64,9 @@ class History:
     def copy(self) -> History:
         paths = {path: list(states) for path, states in self.paths.items()}
         versions = {file: list(contents) for file, contents in self.versions.items()}
-        made = History(self.events, paths, dict(self.owners), versions, list(self.unlinks))
+        made = History(
+            self.events, paths, dict(self.owners), versions, list(self.unlinks), set(self.directories)
+        )
         made.keep_promises(self)
         return made
 
@@ -103,6 +107,7 @@ class History:
         self._event({path: (None, None), path2: (self._owner(path), self.now(path))})
 
     def rename_directory(self, old: Path, new: Path) -> None:
+        self.directories |= {(old, new), (new, old)}
         moved = [path for path in self.files() if path.startswith(old + "/")]
         changes = {new + path[len(old) :]: (self._owner(path), self.now(path)) for path in moved}
         self._event({**dict.fromkeys(moved, (None, None)), **changes})
@@ -145,13 +150,23 @@ class History:
                 for start, content in states
                 if content is not None and start > floor and self._may_be_lost(self.owners[path, start], tree)
             ]
-        found = []
+        found = self._in_renamed_directory(path, held)
         for number, (start, content) in enumerate(states):
             file = self.owners.get((path, start), 0)
             if content is None or held == content or held not in self.versions[file]:
                 continue
             if number + 1 == len(states) or states[number + 1][0] > floor:
                 found.append(min(held, start))
+        return found
+
+    def _in_renamed_directory(self, path: Path, held: Content) -> list[int]:
+        """The same for a file made in a directory whose former rename was undone, and that has its former name."""
+        found = []
+        for old, new in self.directories:
+            if path.startswith(old + "/"):
+                then = new + path[len(old) :]
+                files = [self.owners.get((then, start), 0) for start, content in self.paths.get(then, []) if content]
+                found += [held for file in files if held in self.versions.get(file, [])]
         return found
 
     def _broken_promises(self, tree: dict[Path, Content | None]) -> list[str]:

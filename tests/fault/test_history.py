@@ -97,7 +97,7 @@ def test_a_lost_rewrite_leaves_the_file_at_its_new_name_with_what_it_held_before
     assert "b holds 1" in history.faults({"b": 1})[0]
 
 
-def test_what_was_rewritten_no_longer_counts_for_deletes_before_that() -> None:
+def test_what_was_rewritten_counts_for_deletes_before_that() -> None:
     history = History()
     for path in "ab":
         history.save(path)
@@ -106,7 +106,8 @@ def test_what_was_rewritten_no_longer_counts_for_deletes_before_that() -> None:
     history.unlink("b")
     assert "b was deleted by 4, but a lost 3" in history.faults({"a": 1})[0]
     history.save("a")
-    assert history.faults({"a": 1}) == []
+    assert "b was deleted by 4, but a lost 3" in history.faults({"a": 1})[0]
+    assert history.faults({"a": 5}) == []
 
 
 def test_a_promise_to_a_file_holds_at_any_of_its_names() -> None:
@@ -132,3 +133,23 @@ def test_what_was_never_durable_stays_deleted() -> None:
     history.unlink("a")
     assert history.faults({"b": 1}) == []
     assert history.faults({"a": 3, "b": 1, "c": 4}) == []
+
+
+def test_a_newer_content_may_be_at_a_name_that_its_file_had_before() -> None:
+    """The rename was undone, and what was written after it is durable."""
+    history = History()
+    history.save("a")
+    history.rename("a", "b")
+    history.save("b")
+    history.save("c")
+    assert history.faults({"a": 3, "c": 4}) == []
+    assert history.faults({"a": 4}) != []
+
+
+def test_a_file_may_be_in_its_directory_whose_rename_was_undone() -> None:
+    history = History()
+    history.save("d/a")
+    history.rename_directory("d", "e")
+    history.save("e/b")
+    assert history.faults({"d/a": 1, "d/b": 3}) == []
+    assert history.faults({"d/a": 3}) != []

@@ -60,6 +60,8 @@ class History:
     """Inode → bytes at its last close."""
     closed: dict[bytes, int] = field(default_factory=dict)
     """Content → the first state after its close."""
+    versions: dict[int, list[bytes]] = field(default_factory=dict)
+    """Inode → its contents since the last loss, in order."""
     durable: set[bytes] = field(default_factory=set)
     """Contents that were on a persistent tier at some time."""
     states: list[Tree] = field(default_factory=list)
@@ -121,14 +123,12 @@ class History:
                 data = b"%d " % self.writes * 50
                 if kind == "save" and world.find(path + ".tmp") is None:
                     world.write(path + ".tmp", data)
-                    self.contents[world.ino(path + ".tmp")] = data
-                    self.closed[data] = len(self.states)
+                    self.has_closed(path + ".tmp", data)
                     self.mark()
                     world.rename(path + ".tmp", path)
                 else:
                     world.write(path, data, truncate=kind != "append")
-                    self.contents[world.ino(path)] = data
-                    self.closed[data] = len(self.states)
+                    self.has_closed(path, data)
             case "unlink" if there is not None and not directory:
                 world.unlink(path)
             case "mkdir":
@@ -137,6 +137,21 @@ class History:
                 world.rmdir(path)
             case "rename" if there is not None and not (other + "/").startswith(path + "/"):
                 world.rename(path, other)
+
+    def has_closed(self, path: str, data: bytes) -> None:
+        ino = self.world.ino(path)
+        self.contents[ino] = data
+        self.closed[data] = len(self.states)
+        self.versions.setdefault(ino, []).append(data)
+
+    def first_close(self, ino: int) -> int:
+        """The state after the first close of the file of which nothing is left, nor of a later one."""
+        first = len(self.states)
+        for content in reversed(self.versions.get(ino, [])):
+            if content in self.durable:
+                break
+            first = self.closed[content]
+        return first
 
     def drain(self, which: int, tier: str) -> None:
         catalog = self.world.parts.catalog
@@ -156,9 +171,8 @@ class History:
 
     def reboot(self) -> None:
         before = self.states[-1]
-        lost = [content for _, content in before.values() if content is not None and content not in self.durable]
-        lost = [content for content in lost if content in self.closed]
-        first = self.first_loss([self.closed[content] for content in lost])
+        lost = [ino for ino, content in before.values() if content is not None and content not in self.durable]
+        first = self.first_loss([self.first_close(ino) for ino in lost if ino in self.versions])
         report = self.world.reboot()
         after: Tree = {}
         unreadable: list[str] = []
@@ -186,7 +200,7 @@ class History:
                 self.contents[ino] = content
         self.states, self.marks = [], []
         self.mark()
-        self.closed = {}
+        self.closed, self.versions = {}, {}
 
     def first_loss(self, lost: list[int]) -> int | None:
         """The state that the names go back to. A file that was deleted after a loss is one, unless it was durable; and
@@ -199,7 +213,7 @@ class History:
             for ino in gone.keys() - dict(self.states[number].values()).keys():
                 content = gone[ino]
                 if number > first and content in self.closed and content not in self.durable:
-                    first = min(first, self.closed[content])
+                    first = min(first, self.first_close(ino))
         archived = self.world.parts.catalog.archived
         while first + 1 < len(self.states) and self.marks[first] < archived:
             first += 1
