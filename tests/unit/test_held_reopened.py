@@ -159,3 +159,45 @@ def test_a_file_that_moved_out_of_the_rule_that_drained_it_is_waited_for_no_more
     world.settle()
     assert world.on("nvme") == []
     world.close()
+
+
+def test_a_close_is_waited_for_although_an_earlier_one_is_queued_still_and_durable_further_down(tmp_path: Path) -> None:
+    """The archive was faster than the disk."""
+    world = World(tmp_path)
+    world.write("log", FIRST)
+    world.write("log", SECOND)
+    world.drain("log", "archive")
+    world.replay()
+    world.write("old", OLD)
+    world.durable("old")
+    world.write("log", FIRST)
+    world.unlink("old")
+    world.write("log", SECOND)
+    assert old_is_held(world)
+    report = world.reboot()
+    assert (world.read("old"), world.read("log")) == (OLD, SECOND)
+    assert report.undone == [Undone("unlink", "old")]
+    world.check()
+    world.close()
+
+
+def test_a_file_deleted_before_it_was_durable_takes_no_deletes_along_that_its_durable_version_followed(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path)
+    world.write("log", FIRST)
+    world.write("old", OLD)
+    world.durable("old")
+    world.drain("log", "archive")
+    world.replay()
+    world.unlink("old")
+    assert old_is_gone(world)
+    world.write("log", SECOND)
+    world.write("new", SECOND)
+    world.unlink("log")
+    report = world.reboot()
+    assert report.undone == [Undone("unlink", "log")]
+    assert (world.files(), world.read("log")) == (["log", "new"], FIRST)
+    world.unlink("new")
+    world.check()
+    world.close()

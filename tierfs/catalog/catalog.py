@@ -387,16 +387,23 @@ class Catalog(Deadlines, HeldQueries, Damaged):
         with self.transaction():
             self._write("DELETE FROM replicas WHERE tier=?", (tier,))
 
-    def begin_version(self, ino: int, version: int) -> None:
-        """``version`` becomes the current one; copies of older ones that were queued are moot. The first place that the
-        file has in each queue stays: deletes wait for that close until this version, or a later one, makes up for it.
-        """
+    def begin_version(self, ino: int, version: int, lasting: Sequence[str]) -> None:
+        """``version`` becomes the current one; copies of older ones that were queued are moot. Of each queue the first
+        close stays of which none of ``lasting``, the persistent tiers from the fastest on, has anything there or below:
+        deletes wait for it until this version, or a later one, makes up for it."""
         self.keep_version(ino)
         self._write("UPDATE inodes SET version=? WHERE ino=?", (version, ino))
-        self._write(
-            "DELETE FROM drains WHERE ino=?1 AND seq NOT IN (SELECT MIN(seq) FROM drains WHERE ino=?1 GROUP BY tier)",
-            (ino,),
-        )
+        queued = self._run("SELECT seq, version, tier FROM drains WHERE ino=? ORDER BY seq", (ino,)).fetchall()
+        if not queued:
+            return
+        durable = [r for r in self.replicas(ino) if r.state is ReplicaState.DURABLE]
+        waits: set[str] = set()
+        for seq, former, tier in queued:
+            enough = lasting[lasting.index(tier) :] if tier in lasting else ()
+            if tier in waits or any(r.version >= former and r.tier in enough for r in durable):
+                self._write("DELETE FROM drains WHERE seq=?", (seq,))
+            else:
+                waits.add(tier)
 
     def end_content(self, ino: int) -> None:
         """The file is gone: no version is current, and no copy wanted."""

@@ -104,9 +104,13 @@ class HeldQueries(Database):
     # closes that are not durable yet
 
     def queued_since(self, ino: int, version: int) -> int:
-        """The first close of this version or of one that it makes up for, while a copy is queued to a local tier; 0
-        when none is."""
-        row = self._run("SELECT MIN(seq) FROM drains WHERE ino=? AND version<=?", (ino, version)).fetchone()
+        """The first close that this version makes up for, or its own, while a copy is queued to a local tier; of
+        versions after the last that is durable anywhere. 0 when there is none."""
+        row = self._run(
+            "SELECT MIN(seq) FROM drains WHERE ino=?1 AND version<=?2 AND version>"
+            " COALESCE((SELECT MAX(version) FROM replicas WHERE ino=?1 AND state=?3), 0)",
+            (ino, version, _DURABLE),
+        ).fetchone()
         return row[0] or 0
 
     def queued_at(self, ino: int, version: int, tier: str) -> int:

@@ -35,6 +35,7 @@ class Files(Protocol):
     stores: Mapping[str, LocalStore]
     admission: Admission
     lanes: Lanes
+    lasting: list[str]
 
     def ack_tiers(self, rule: Rule) -> list[str]: ...
     def new_key(self, ino: int) -> str: ...
@@ -131,7 +132,7 @@ class Mover:
                 version=replica.version + 1, tier=tier, key=key, state=ReplicaState.OPEN, digest=None
             )
             with files.catalog.transaction():
-                files.catalog.begin_version(new.ino, new.version)
+                files.catalog.begin_version(new.ino, new.version, files.lasting)
                 files.forget_replica(replica)
                 files.catalog.put_replica(new)
             return new, fd

@@ -92,11 +92,14 @@ class OpenFiles:
     forgotten: set[int] = field(default_factory=set)
     """Orphans that the kernel forgot while a release of theirs was still on its way."""
     _locks: dict[int, tuple[trio.Lock, list[int]]] = field(default_factory=dict)
+    lasting: list[str] = field(init=False)
+    """The persistent tiers, fastest first."""
     _serial: int = 0
     _keys: int = field(default_factory=lambda: time.time_ns() >> 10)
 
     def __post_init__(self) -> None:
         self._first_key = self._keys
+        self.lasting = [tier.name for tier in self.policy.tiers if tier.persistent]
         self.local = LocalFiles(self.policy, self.stores, self.lanes)
         self.copies = Copies(self)
         self.admission = Admission(self.policy, self.space, self.catalog)
@@ -338,7 +341,7 @@ class OpenFiles:
         replica, fd = self.create_replica(attributes.ino, attributes.version + 1, rule, tier)
         reach(At.REWRITE_UNRECORDED)
         with self.catalog.transaction():
-            self.catalog.begin_version(attributes.ino, replica.version)
+            self.catalog.begin_version(attributes.ino, replica.version, self.lasting)
             self.catalog.put_replica(replica)
             self._drop_superseded(attributes.ino, replica.version)
         reach(At.REWRITE_RECORDED)
@@ -359,7 +362,7 @@ class OpenFiles:
         old = inode.replica
         new = old._replace(version=old.version + 1, state=ReplicaState.OPEN, digest=None)
         with self.catalog.transaction():
-            self.catalog.begin_version(old.ino, new.version)
+            self.catalog.begin_version(old.ino, new.version, self.lasting)
             self.catalog.remove_replica(old)
             self.catalog.put_replica(new)
             if kept is not None:
@@ -520,7 +523,7 @@ class OpenFiles:
             _, rule = self.rule_of(self.catalog.path_of(attributes.ino))
             new = replica._replace(version=replica.version + 1, state=ReplicaState.OPEN, digest=None)
             with self.catalog.transaction():
-                self.catalog.begin_version(new.ino, new.version)
+                self.catalog.begin_version(new.ino, new.version, self.lasting)
                 self.catalog.remove_replica(replica)
                 self.catalog.put_replica(new)
             fd = self.local.open_now(replica)
