@@ -18,9 +18,10 @@ from pathlib import Path
 
 import trio
 
-from tierfs.catalog import Catalog
+from tierfs.catalog import Catalog, discard_snapshot
 from tierfs.control.protocol import MountRecord, mount_directory
 from tierfs.control.server import serve_control
+from tierfs.durable import remove_unfinished
 from tierfs.errors import CatalogDamaged, MountError, NotDurableInTime, TierError, TierfsError
 from tierfs.fs.filesystem import Filesystem
 from tierfs.fs.namespace import Namespace
@@ -97,6 +98,8 @@ class Daemon:
     async def run(self) -> int:
         """Serve until the mount ends, then drain what is left. Returns the process's exit code."""
         first = self.session is None or self.session.restarts == 0
+        remove_unfinished(self.policy.state)
+        discard_snapshot(self.policy.state)
         try:
             self.catalog = self._open_catalog(first)
             if first:

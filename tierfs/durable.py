@@ -7,6 +7,11 @@ import os
 import secrets
 from pathlib import Path
 
+from tierfs.points import At, reach
+
+_UNFINISHED = ".tmp"
+"""How temporary names of `write_whole` end; they begin with a dot."""
+
 
 def fsync_directory(fd: int) -> None:
     """Make the names in an open directory durable. Raises OSError."""
@@ -64,3 +69,39 @@ def create_temporary(dir_fd: int, prefix: str = "t") -> TemporaryFile:
     name = f"{prefix}.{secrets.token_hex(8)}".encode()
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=dir_fd)
     return TemporaryFile(fd, dir_fd, name)
+
+
+def write_whole(directory: Path, name: str, text: str) -> None:
+    """Replace the file ``name`` by ``text``, durably: whole or not at all. Blocks on the disk. Raises OSError.
+
+    Its temporary name is the same each time: whoever is killed in here leaves one file at most, which the next call
+    takes and `remove_unfinished` removes. So only one process at a time may write a file."""
+    temporary = directory / f".{name}{_UNFINISHED}"
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            with open(temporary, "w", encoding="ascii", opener=_private) as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            reach(At.REPORT_WRITTEN)
+            os.rename(temporary, directory / name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        fsync_directory(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what a `write_whole` that was killed left in ``directory``, while nobody else writes there. Raises
+    OSError."""
+    for left in directory.glob(f".*{_UNFINISHED}"):
+        if not left.is_dir() or left.is_symlink():
+            left.unlink(missing_ok=True)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

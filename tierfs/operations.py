@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import trio
 
 from tierfs.catalog import Catalog
+from tierfs.durable import write_whole
 from tierfs.errors import NotDurableInTime, UsageError
 from tierfs.fs.namespace import Namespace
 from tierfs.fs.space import DoesNotAnswer, Space
@@ -372,7 +373,7 @@ class Operations:
     def _report(self, error: NotDurableInTime) -> None:
         details = error.details or {}
         path = self._host.policy.state / UNDRAINED
-        path.write_text(json.dumps({"at": time.time(), **details}, indent=2) + "\n")
+        write_whole(path.parent, path.name, json.dumps({"at": time.time(), **details}, indent=2) + "\n")
         log.error("ended before everything was durable: %s; all of it is listed in %s", error, path)
 
     def everything_durable(self) -> bool:

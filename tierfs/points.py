@@ -81,6 +81,7 @@ class At:
     RESTART_RESENT = Point("unanswered requests were asked for again; this daemon does not count as serving")
     ORPHANS_FOUND = Point("files that no catalog names are known; they are there")
     ORPHANS_REMOVED = Point("they are removed; temporary files are not")
+    REPORT_WRITTEN = Point("a report is in a temporary file of the state directory, synced; it does not have its name")
     KEEPER_REAPED = Point("the daemon is dead and the keeper knows; the next one is not started")
     KEEPER_HANDED_OVER = Point("what the next program must know can be inherited; it is not executed")
     UMOUNT_DRAINED = Point("the mount ended and everything is drained; discarded bytes are there, the catalog is open")

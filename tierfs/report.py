@@ -4,12 +4,13 @@ rebuild of the catalog."""
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tierfs.durable import write_whole
 
 FILE = "recovery.json"
 REBUILD = "rebuild.json"
@@ -142,15 +143,4 @@ def read_rebuild(state: Path) -> dict[str, Any] | None:
 
 
 def _write(state: Path, name: str, content: Mapping[str, object]) -> None:
-    text = json.dumps(content, indent=1)
-    temporary = state / f".{name}.tmp"
-    with open(temporary, "w", encoding="ascii") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, state / name)
-    directory = os.open(state, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    write_whole(state, name, json.dumps(content, indent=1) + "\n")

@@ -272,7 +272,9 @@ def test_a_daemon_killed_between_two_steps_is_not_noticed(mnt: TestMount, points
     eventually(lambda: is_on_archive(work))
 
 
-@pytest.mark.parametrize("point", [At.ORPHANS_FOUND, At.ORPHANS_REMOVED], ids=lambda point: point.name)
+@pytest.mark.parametrize(
+    "point", [At.ORPHANS_FOUND, At.ORPHANS_REMOVED, At.REPORT_WRITTEN], ids=lambda point: point.name
+)
 def test_a_daemon_killed_while_it_removes_what_another_left_is_not_noticed(
     mnt: TestMount, points: Points, point: Point
 ) -> None:
@@ -284,6 +286,7 @@ def test_a_daemon_killed_while_it_removes_what_another_left_is_not_noticed(
     eventually(lambda: points.reached)
     _read(work)
     end(mnt)
+    assert [file.name for file in mnt.state.iterdir() if file.name.startswith(".")] == []
 
 
 # Keeper and daemon are killed.
@@ -355,5 +358,5 @@ def test_a_rebuild_that_was_killed_is_done_by_the_next(mnt: TestMount, points: P
 
 def test_every_point_is_struck() -> None:
     struck = {case.point for case in CASES} | {point for point, _ in LOSSES} | {*ENDS, *REBUILDS}
-    struck |= {point for point in POINTS if point.name.startswith(("ROLLBACK", "ORPHANS"))}
+    struck |= {point for point in POINTS if point.name.startswith(("ROLLBACK", "ORPHANS", "REPORT"))}
     assert struck == set(POINTS)
