@@ -214,6 +214,22 @@ def test_mtime_set_while_open_survives_close(here: Path) -> None:
     assert (here / "file").stat().st_mtime_ns == 5_000_000_007
 
 
+def test_times_set_on_a_closed_file_survive_an_open_for_writing(here: Path) -> None:
+    """touch -d, then an open for update: only a write moves the time."""
+    file, atime, mtime = here / "file", 1_600_000_000_123_456_789, 1_600_000_001_987_654_321
+    file.write_bytes(b"x")
+    os.utime(file, ns=(atime, mtime))
+    with file.open("r+b", buffering=0) as opened:
+        found = os.fstat(opened.fileno())
+        assert (found.st_atime_ns, found.st_mtime_ns) == (atime, mtime)
+    assert (file.stat().st_atime_ns, file.stat().st_mtime_ns) == (atime, mtime)
+    with file.open("r+b", buffering=0) as opened:
+        opened.write(b"y")
+        assert os.fstat(opened.fileno()).st_mtime_ns > mtime
+    assert (file.stat().st_atime_ns, file.read_bytes()) == (atime, b"y")
+    assert file.stat().st_mtime_ns > mtime
+
+
 def test_changes_move_the_times(here: Path) -> None:
     os.utime(here, ns=(0, 0))
     (here / "new").touch()

@@ -41,6 +41,7 @@ class Files(Protocol):
     def new_key(self, ino: int) -> str: ...
     def locked(self, ino: int) -> InodeLock: ...
     def forget_replica(self, replica: Replica) -> None: ...
+    def show_times(self, ino: int, tier: str, fd: int) -> None: ...
     @property
     def quiesce(self) -> Callable[[int], Awaitable[None]]: ...
     @property
@@ -122,8 +123,12 @@ class Mover:
             fd = await self._copy(source, tier, key)
             if fd is None:
                 continue
-            status = os.fstat(source)
-            os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+            try:
+                files.show_times(replica.ino, tier, fd)
+            except BaseException:
+                os.close(fd)
+                files.discard(tier, key)
+                raise
             if files.catalog.replica(replica.ino, replica.version, replica.tier) != replica:
                 os.close(fd)
                 files.discard(tier, key)

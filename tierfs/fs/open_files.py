@@ -7,7 +7,8 @@ Invariants:
 - A large cold file is opened while its bytes are still on their way (`filling`). Passthrough would read the holes of
   its backing file, and the kernel refuses to mix, so such an inode has no backing id until its last close: reads come
   to the daemon and wait for their range. Whoever wants to write waits until the whole file is here.
-- While any handle may write, the current version is OPEN: its size and times are the backing file's.
+- While any handle may write, the current version is OPEN: its size and times are the backing file's. So that file
+  is given those of the catalog before the first handle that may write is there (`show_times`).
 - `close_version` runs once per OPEN version: at the last release of a writer, or when a new daemon
   finds a version OPEN that nobody has open.
 """
@@ -208,6 +209,8 @@ class OpenFiles:
                     inode.filling = None
                 kept = await self._keep_last(inode.replica, inode.rule)
                 await self.quiesce(ino)
+                if not inode.writers:
+                    self.show_times(ino, inode.replica.tier, inode.fd)
                 if inode.replica.state is not ReplicaState.OPEN:
                     self._begin_version(inode, kept)
                 if truncate:
@@ -270,6 +273,9 @@ class OpenFiles:
                 try:
                     below = self._outgrows(local, rule, role, ticket)
                     moved = await self.mover.relocate(local, fd, below) if below else None
+                    stands = self.catalog.replica(ino, local.version, local.tier) == local
+                    if moved is None and stands:
+                        self.show_times(ino, local.tier, fd)
                 except BaseException:
                     self.local.close(local.tier, fd)
                     raise
@@ -278,7 +284,7 @@ class OpenFiles:
                     inode = self.attach(*moved, rule, role)
                     inode.anew = False
                     return inode
-                if self.catalog.replica(ino, local.version, local.tier) == local:
+                if stands:
                     break
             # A copy ended while we waited, and the replica that it made clean was evicted.
             self.local.close(local.tier, fd)
@@ -356,6 +362,14 @@ class OpenFiles:
         ):
             return None
         return await self.preserve(replica)
+
+    def show_times(self, ino: int, tier: str, fd: int) -> None:
+        """Give the backing file the times that the catalog has, before it is the one to tell them: those that were set
+        while nobody wrote are in the catalog alone, and a copy has the time of the copying."""
+        attributes = self.catalog.attributes(ino)
+        if attributes is not None and attributes.mtime_ns != os.fstat(fd).st_mtime_ns:
+            times = attributes.atime_ns, attributes.mtime_ns
+            self.local.at_once(tier, lambda: os.utime(fd, ns=times), "set times")
 
     def _begin_version(self, inode: OpenInode, kept: Replica | None = None) -> None:
         """The open replica turns into the next version in place; ``kept`` stays of it."""
@@ -522,12 +536,13 @@ class OpenFiles:
         if replica is not None:
             _, rule = self.rule_of(self.catalog.path_of(attributes.ino))
             new = replica._replace(version=replica.version + 1, state=ReplicaState.OPEN, digest=None)
-            with self.catalog.transaction():
-                self.catalog.begin_version(new.ino, new.version, self.lasting)
-                self.catalog.remove_replica(replica)
-                self.catalog.put_replica(new)
             fd = self.local.open_now(replica)
             try:
+                self.show_times(new.ino, new.tier, fd)
+                with self.catalog.transaction():
+                    self.catalog.begin_version(new.ino, new.version, self.lasting)
+                    self.catalog.remove_replica(replica)
+                    self.catalog.put_replica(new)
                 self.close_version(new, os.fstat(fd), rule)
             finally:
                 os.close(fd)
