@@ -413,9 +413,9 @@ class World:
                 xattrs = dict(self.catalog.xattrs(attributes.ino))
                 found[path] = ("lost",) if content is None else (kind, mode, content, xattrs, attributes.nlink)
             elif kind == stat.S_IFLNK:
-                found[path] = (kind, self.catalog.target(attributes.ino))
+                found[path] = (kind, self.catalog.target(attributes.ino), attributes.nlink)
             else:
-                found[path] = (kind, mode)
+                found[path] = (kind, mode, attributes.nlink)
         return found
 
     def content(self, attributes: Attributes) -> bytes | None:
@@ -441,9 +441,9 @@ class World:
                 path = Path(directory, name)
                 info = path.lstat()
                 kind, mode = stat.S_IFMT(info.st_mode), stat.S_IMODE(info.st_mode)
-                shown: tuple[object, ...] = (kind, mode)
+                shown: tuple[object, ...] = (kind, mode) if kind == stat.S_IFDIR else (kind, mode, info.st_nlink)
                 if kind == stat.S_IFLNK:
-                    shown = (kind, os.readlink(os.fsencode(path)))
+                    shown = (kind, os.readlink(os.fsencode(path)), info.st_nlink)
                 elif kind == stat.S_IFREG:
                     xattrs = {os.fsencode(n): os.getxattr(path, n) for n in os.listxattr(path) if n.startswith("user.")}
                     shown = (kind, mode, path.read_bytes(), xattrs, info.st_nlink)

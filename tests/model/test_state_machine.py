@@ -336,15 +336,14 @@ class Machine(RuleBasedStateMachine):
 
 
 def archived(tree: Tree) -> dict[str, tuple[object, ...]]:
-    """What the archive shows of a tree; directories there have times of their own, and a further link to a symlink may
-    be another one."""
+    """What the archive shows of a tree; directories there have times of their own."""
     return {
         path: (
             seen.kind,
             seen.mode,
             seen.content,
             seen.xattrs,
-            seen.first if stat.S_ISREG(seen.kind) else path,
+            seen.first,
             None if stat.S_ISDIR(seen.kind) else seen.comparable().mtime_ns,
         )
         for path, seen in tree.items()

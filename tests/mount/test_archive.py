@@ -106,6 +106,10 @@ def test_hard_links_are_hard_links(mnt: TestMount) -> None:
     (mnt.path / "d" / "b").hardlink_to(mnt.path / "a")
     same(mnt)
     assert (mnt.archive / "a").samefile(mnt.archive / "d" / "b")
+    (mnt.path / "latest").symlink_to("a")
+    os.link(mnt.path / "latest", mnt.path / "d" / "latest", follow_symlinks=False)
+    same(mnt)
+    assert (mnt.archive / "latest").lstat().st_ino == (mnt.archive / "d" / "latest").lstat().st_ino
     (mnt.path / "a").unlink()
     same(mnt)
     assert (mnt.archive / "d" / "b").stat().st_nlink == 1

@@ -115,6 +115,8 @@ class World:
         self.symlink(b"step-1/model.pt", b"run/latest")
         self.symlink(b"/nowhere/\xff", b"dangling")
         self.fifo(b"run/fifo")
+        self.link(b"run/latest", b"run/step-1/latest")
+        self.link(b"run/fifo", b"run/step-1/fifo")
         self.set(b"run/step-1/na\xff\xfeme", Change(uid=12, gid=34, mode=0o4711), plain=b"value", odd=b"\x00\xff")
         self.set(b"run/step-1", Change(mtime_ns=1_234_567_890_123_456_789), of=b"a directory")
 

@@ -104,6 +104,42 @@ def test_every_operation_twice(store: TreeStore) -> None:
     assert names(store) == []
 
 
+def make_ends(store: TreeStore) -> None:
+    put(store, (b"target",), b"1")
+    store.symlink(b"target", (b"s",))
+    store.special((b"p",), stat.S_IFIFO | 0o600, 0)
+
+
+def test_links_to_symlinks_and_special_files_are_links(store: TreeStore) -> None:
+    make_ends(store)
+    for _ in range(2):
+        for name in (b"s", b"p"):
+            store.link((name,), (b"d", name))
+    for name in ("s", "p"):
+        assert (store.root / name).lstat().st_ino == (store.root / "d" / name).lstat().st_ino
+    assert os.readlink(store.root / "d" / "s") == "target"
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK])
+def test_where_they_cannot_be_linked_there_are_several(
+    store: TreeStore, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    make_ends(store)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    for _ in range(2):
+        for name in (b"s", b"p"):
+            store.link((name,), (b"d", name))
+    assert os.readlink(store.root / "d" / "s") == "target"
+    assert (store.root / "d" / "p").lstat().st_mode == stat.S_IFIFO | 0o600
+    with pytest.raises(TierError):
+        store.link((b"target",), (b"d", b"f"))
+    assert names(store) == ["d", "d/p", "d/s", "p", "s", "target"]
+
+
 def test_names_are_replaced(store: TreeStore) -> None:
     put(store, (b"a",), b"a")
     put(store, (b"b",), b"b")

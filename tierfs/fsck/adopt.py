@@ -342,15 +342,16 @@ class Adoption:
     ) -> int | None:
         """The inode of an object on the archive, known or new; None when the mount has something else there."""
         name, status = standing.path[-1], standing.status
-        regular = stat.S_ISREG(status.st_mode)
+        regular, linked = stat.S_ISREG(status.st_mode), not stat.S_ISDIR(status.st_mode) and status.st_nlink > 1
         identity = (status.st_dev, status.st_ino)
         row = self.catalog.published(parent, name)
         known = self.catalog.lookup(parent, name)
         stood = abs(row.occupant) if row is not None else 0
         if stood and (occupant := self.catalog.attributes(stood)) is not None:
             if not regular or known is None or known.ino == stood or self._is_known(occupant, standing):
-                if regular:
+                if linked:
                     links.setdefault(identity, stood)
+                if regular:
                     self._content(stood, standing)
                 return stood
             for replica in self.catalog.replicas(stood):  # the archive went on, unlogged
@@ -359,7 +360,7 @@ class Adoption:
         if known is not None and stat.S_IFMT(known.mode) != stat.S_IFMT(status.st_mode):
             return None
         if known is None:
-            ino = links.get(identity) if regular and status.st_nlink > 1 else None
+            ino = links.get(identity) if linked else None
             if ino is None and regular:
                 ino = self._renamed(standing, by_content)
             if ino is None:
@@ -370,8 +371,9 @@ class Adoption:
             if ino in self.unplaced:
                 self._refresh(known, standing)
         self.catalog.put_published(parent, name, ino, ino)
-        if regular:
+        if linked:
             links.setdefault(identity, ino)
+        if regular:
             self._content(ino, standing)
         return ino
 

@@ -416,13 +416,12 @@ class Archive:
             return effect
         attributes = self.catalog.attributes(op.ino)
         kind = stat.S_IFMT(op.arg)
+        standing = None if kind == stat.S_IFDIR else self._standing(batch, op.ino)
         if kind == stat.S_IFDIR:
             effect.steps.append(Step(Action.MKDIR, path))
-        elif kind == stat.S_IFREG:
-            standing = self._standing(batch, op.ino)
-            if standing is not None:
-                effect.steps.append(Step(Action.LINK, path, standing))
-        elif attributes is not None:
+        elif standing is not None:
+            effect.steps.append(Step(Action.LINK, path, standing))
+        elif kind != stat.S_IFREG and attributes is not None:
             target = self.catalog.target(op.ino)
             if target is not None:
                 effect.steps.append(Step(Action.SYMLINK, path, source=target))

@@ -17,6 +17,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import xxhash
 
@@ -39,6 +40,8 @@ _EXCHANGE = (b"exchange.", b"exchanged.", ASIDE)
 _REMEMBERED = 4096
 """Files whose refused attributes were logged and are remembered, so that each is logged once."""
 _TOO_MUCH = (errno.ENOSPC, errno.EDQUOT, errno.E2BIG, errno.ERANGE, errno.ENAMETOOLONG)
+_NOT_LINKED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""What a filesystem says that has no further link for an object."""
 _NOT_HERE = (errno.ENOTSUP, errno.EPERM, errno.EACCES, errno.EINVAL)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -121,8 +124,9 @@ class TreeStore(ArchiveRoot):
                 log.warning("archive leaves out the device %s", b"/".join(path).decode(errors="replace"))
 
     def link(self, source: Path, path: Path) -> None:
-        """Make ``path`` another name of ``source``, over whatever file had that name. Nothing happens when ``source``
-        is missing: it was renamed or removed later."""
+        """Make ``path`` another name of ``source``, over whatever file had that name. Of a symlink or special file that
+        this filesystem does not link there is another one then. Nothing happens when ``source`` is missing: it was
+        renamed or removed later."""
         with (
             self._parent("link to", path, create=True) as (parent, name),
             self._existing("link", source) as found,
@@ -136,11 +140,7 @@ class TreeStore(ArchiveRoot):
                     os.stat(name, dir_fd=parent, follow_symlinks=False),
                 ):
                     return
-            self._put(
-                path,
-                parent,
-                lambda temp, tmp: os.link(old_name, temp, src_dir_fd=old_parent, dst_dir_fd=tmp, follow_symlinks=False),
-            )
+            self._put(path, parent, partial(_link, old_parent, old_name))
 
     def _put(self, path: Path, parent: int, make: Callable[[bytes, int], None]) -> None:
         """Let ``make(name, directory)`` make something, then rename that over ``path``. Its temporary name is the same
@@ -435,6 +435,19 @@ def _exists(parent: int, name: bytes) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def _link(old_parent: int, old_name: bytes, name: bytes, parent: int) -> None:
+    try:
+        os.link(old_name, name, src_dir_fd=old_parent, dst_dir_fd=parent, follow_symlinks=False)
+    except OSError as error:
+        status = os.stat(old_name, dir_fd=old_parent, follow_symlinks=False)
+        if error.errno not in _NOT_LINKED or stat.S_ISREG(status.st_mode):
+            raise
+        if stat.S_ISLNK(status.st_mode):
+            os.symlink(os.readlink(old_name, dir_fd=old_parent), name, dir_fd=parent)
+        else:
+            os.mknod(name, status.st_mode, status.st_rdev, dir_fd=parent)
 
 
 def _move(old_parent: int, old_name: bytes, parent: int, name: bytes) -> None:
