@@ -54,14 +54,17 @@ class Undone:
     """A change of names that did not last."""
 
     operation: str
-    """unlink, rmdir; replace: another file had been renamed to ``path``; rename: from ``path`` to ``to``."""
+    """unlink, rmdir; replace: another file had been renamed to ``path``; rename: from ``path`` to ``to``; name: ``to``
+    is something else again than what is at ``path`` now."""
     path: str
-    """The name that is there again."""
+    """The name that is there again; for name, the one that it has now."""
     to: str | None = None
 
     def __str__(self) -> str:
         if self.operation == "replace":
             return f"undone: {self.path} is again what it was before another file replaced it"
+        if self.operation == "name":
+            return f"undone: {self.to} is again what it was before; what was made under that name is {self.path} now"
         return f"undone: {self.operation} of {self.path}" + (f" to {self.to}" if self.to is not None else "")
 
 

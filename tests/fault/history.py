@@ -6,12 +6,14 @@ what is gone is gone for a reason:
 
 - a delete stands only if everything closed before it is there, or something newer of the same file (promise 4),
 - a file renamed after a rewrite that was lost is at its new name with what it held before,
+- what finds its name taken is beside it, as ``name.recovered``,
 - an archive that shows an event shows every earlier one, or what has replaced it since (promise 5).
 """
 
 from __future__ import annotations
 
 import random
+import re
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +24,7 @@ Path = str
 Content = int
 """The event that wrote it; `content_of` gives the bytes."""
 
+_BESIDE = re.compile(r"\.recovered(-\d+)?(?=/|$)")
 _SIZES = (0, 1, 100, 4096, 70_000, 300_000, 1_200_000, 5_000_000)
 
 
@@ -127,6 +130,12 @@ class History:
 
     # What may be there.
 
+    def _is_beside(self, path: Path, held: Content | None) -> bool:
+        """Whether ``path`` is one that the recovery made, of a file that had the path beside it."""
+        beside = _BESIDE.sub("", path)
+        owners = [self.owners.get((beside, event), 0) for event, _ in self.paths.get(beside, [])]
+        return beside != path and any(held in self.versions.get(file, []) for file in owners)
+
     def _matching(self, path: Path, held: Content | None, floor: int) -> list[int]:
         """Events from which on ``path`` held just this, and that no promise rules out; 0: before it ever was."""
         states = [(0, None), *self.paths.get(path, [])]
@@ -197,6 +206,8 @@ class History:
         matching: dict[Path, list[int]] = {}
         for path in {*self.paths, *tree}:
             held = tree.get(path)
+            if path not in self.paths and not archive and self._is_beside(path, held):
+                continue
             matching[path] = self._matching(path, held, floors.get(path, 0))
             if not archive:
                 matching[path] += self._falling_back(path, tree, floors.get(path, 0))

@@ -153,3 +153,23 @@ def test_a_file_may_be_in_its_directory_whose_rename_was_undone() -> None:
     history.save("e/b")
     assert history.faults({"d/a": 1, "d/b": 3}) == []
     assert history.faults({"d/a": 3}) != []
+
+
+@pytest.fixture
+def rotated() -> History:
+    """log: 1, renamed to log.1 by 2, and 3, which was flushed; other: 4."""
+    made = History()
+    made.save("log")
+    made.rename("log", "log.1")
+    made.save("log")
+    made.file_flushed("log")
+    made.save("other")
+    return made
+
+
+def test_a_file_whose_name_is_anothers_again_is_beside_it(rotated: History) -> None:
+    assert rotated.faults({"log": 1, "log.recovered": 3}) == []
+    assert rotated.faults({"log": 1, "log.recovered-2": 3}) == []
+    assert any("was promised" in fault for fault in rotated.faults({"log": 1}))
+    for path, held, fault in (("log.recovered", 4, "holds 4"), ("new", 3, "holds 3"), ("log.recovered", None, "torn")):
+        assert any(fault in found for found in rotated.faults({"log": 1, path: held})), (path, held)

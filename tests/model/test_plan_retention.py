@@ -149,20 +149,39 @@ def test_names_after_a_loss(operations, first, durable, vouched) -> None:  # typ
         assert sum(ino == directory for ino in after.values()) <= 1
     check_prefix(prefix, after, fact, result)
     check_later(world, prefix, after, fact, result)
+    check_beside(world, prefix, after, fact, result)
     check_links(prefix, after, result)
     check_links_order(world, prefix, result)
 
 
 def check_prefix(prefix, after, fact, result: Rewound) -> None:  # type: ignore[no-untyped-def]
-    """What was there at the first lost close is there again, but for what is nowhere, and what gives way to a file that
-    somebody was promised."""
+    """What was there at the first lost close is there again, but for what is nowhere, and what gives way: a deleted
+    file to one that somebody was promised, an empty directory that had been removed to one that has bytes."""
     for name, ino in prefix.items():
         if after.get(name) == ino:
             continue
         if fact(ino).live or fact(ino).usable:
-            assert fact(after[name]).vouched
+            now = fact(after[name])
             assert not fact(ino).live
+            assert now.usable and not now.directory and now.live if fact(ino).directory else now.vouched
+            assert not any(parent == ino for parent, _ in after)
         assert (name, ino) in result.unlinked
+
+
+def path_in(names: dict[Name, int], name: Name) -> tuple[bytes, ...]:
+    above = {ino: place for place, ino in names.items()}
+    path = [name[1]]
+    while name[0] != ROOT_INO:
+        name = above[name[0]]
+        path.append(name[1])
+    return tuple(reversed(path))
+
+
+def at(names: dict[Name, int], path: tuple[bytes, ...]) -> int:
+    ino: int = ROOT_INO
+    for part in path:
+        ino = names.get((ino, part), 0)
+    return ino
 
 
 def check_later(world: World, prefix, after, fact, result: Rewound) -> None:  # type: ignore[no-untyped-def]
@@ -170,13 +189,35 @@ def check_later(world: World, prefix, after, fact, result: Rewound) -> None:  # 
     for ino in range(2, world.next):
         if ino in old or ino not in {change.ino for change in world.changes}:
             continue
-        if not fact(ino).live and not fact(ino).usable:
+        known = fact(ino)
+        if not known.live and not known.usable:
             assert ino not in now
-        if fact(ino).live and ino not in now:
+        if known.live and ino not in now:
             assert ino in result.dropped
-            for name in world.of(ino):  # each is another's, or its directory could not stay either
-                assert after.get(name) or (name[0] != ROOT_INO and name[0] not in now)
+            there = [at(after, path_in(world.names, name)) for name in world.of(ino)]
+            if known.usable and not known.directory:  # a deleted file is back at its path
+                assert any(other and fact(other).usable and not fact(other).directory for other in there)
+                assert not known.vouched
+                assert all(not fact(other).live for other in there if other)
     assert not set(result.dropped) & now
+
+
+def check_beside(world: World, prefix, after, fact, result: Rewound) -> None:  # type: ignore[no-untyped-def]
+    """What has a name of its own has bytes, or something in it that has, and its name is something else."""
+    own: dict[int, set[bytes]] = {}
+    for names in (prefix, *world.states):
+        for (_, name), ino in names.items():
+            own.setdefault(ino, set()).add(name)
+    for (parent, name), ino in after.items():
+        if name in own[ino]:
+            continue
+        assert name.removesuffix(b".recovered") == result.beside[ino] in own[ino]
+        assert after[parent, result.beside[ino]] not in (0, ino)
+        if ino in world.directories:
+            assert any(above == ino for above, _ in after)
+        else:
+            assert fact(ino).usable
+    assert set(result.beside) <= set(after.values())
 
 
 def check_links(prefix, after, result: Rewound) -> None:  # type: ignore[no-untyped-def]
@@ -251,3 +292,75 @@ def test_a_lost_file_that_replaced_a_durable_one_leaves_it_the_name() -> None:
     assert names_after(world, 1, lost={3}) == {"f": 2, "tmp": 3}
     world = history(("create", "f", ""), *save, *save)
     assert names_after(world, 1, lost={3, 4}) == {"f": 2, "tmp": 4}
+
+
+def tree_after(first: int, lost: set[int], *operations: tuple[str, int, bytes], vouched: set[int] = frozenset()):  # type: ignore[assignment,no-untyped-def]
+    """Path → inode. Operations: what, number of the directory (0: the root, 1: the oldest one, ...), name."""
+    world = World()
+    for kind, directory, name in operations:
+        world.operate(kind, directory, name, directory, name + b".old" if kind == "rename" else b"")
+
+    def fact(ino: int) -> Fact:
+        return Fact(bool(world.of(ino)), ino not in lost, ino in world.directories, ino in vouched)
+
+    def lookup(parent: int, name: bytes) -> int:
+        return world.names.get((parent, name), 0)
+
+    result = rewind(world.changes[first:], lookup, world.of, fact)
+    after = {name: ino for name, ino in (world.names | result.names).items() if ino}
+    return {b"/".join(path_in(after, name)).decode(): ino for name, ino in after.items()}
+
+
+D = [("mkdir", 0, b"d"), ("create", 1, b"old"), ("create", 0, b"lost")]
+"""Inodes 2, 3 and 4; two changes before the loss."""
+
+
+def test_a_file_keeps_the_name_of_a_removed_directory_that_would_come_back_empty() -> None:
+    made = [("mkdir", 0, b"d"), ("create", 0, b"lost"), ("remove", 0, b"d"), ("create", 0, b"d")]
+    assert tree_after(1, {3}, *made) == {"lost": 3, "d": 4}
+    assert tree_after(1, {3, 4}, *made) == {"lost": 3, "d": 2}
+
+
+def test_a_directory_comes_back_with_what_was_in_it_and_the_file_of_its_name_stays_beside_it() -> None:
+    made = [*D, ("remove", 1, b"old"), ("remove", 0, b"d"), ("create", 0, b"d")]
+    assert tree_after(2, {4}, *made) == {"d": 2, "d/old": 3, "lost": 4, "d.recovered": 5}
+    assert tree_after(2, {3, 4}, *made) == {"lost": 4, "d": 5}, "nothing of what was in it is left"
+
+
+def test_what_is_in_a_directory_made_anew_is_where_it_was() -> None:
+    again = [*D, ("remove", 1, b"old"), ("remove", 0, b"d"), ("mkdir", 0, b"d"), ("create", 1, b"new")]
+    assert tree_after(2, {4}, *again) == {"d": 2, "d/old": 3, "lost": 4, "d/new": 6}
+    same = [*again, ("create", 1, b"old")]
+    assert tree_after(2, {4}, *same)["d/old"] == 3, "as a file that is rewritten"
+    assert tree_after(2, {4}, *same, vouched={7})["d/old"] == 7
+
+
+def test_a_directory_whose_name_is_that_of_another_one_again_stays_beside_it() -> None:
+    """mv d d.old; mkdir d: two directories stay two, and the files of one do not get among those of the other."""
+    made = [*D, ("rename", 0, b"d"), ("mkdir", 0, b"d"), ("create", 2, b"new")]
+    assert tree_after(2, {4}, *made) == {"d": 2, "d/old": 3, "lost": 4, "d.recovered": 5, "d.recovered/new": 6}
+    assert tree_after(2, {4, 6}, *made) == {"d": 2, "d/old": 3, "lost": 4}, "only for bytes"
+
+
+def test_a_directory_whose_name_is_that_of_a_file_again_stays_beside_it() -> None:
+    made = [("create", 0, b"f"), ("create", 0, b"lost"), ("remove", 0, b"f"), ("mkdir", 0, b"f"), ("create", 1, b"new")]
+    assert tree_after(1, {3}, *made) == {"f": 2, "lost": 3, "f.recovered": 4, "f.recovered/new": 5}
+
+
+def test_a_file_that_was_renamed_and_its_successor_both_stay() -> None:
+    """mv log log.old, a new log."""
+    made = [("create", 0, b"log"), ("create", 0, b"lost"), ("rename", 0, b"log"), ("create", 0, b"log")]
+    assert tree_after(1, {3}, *made) == {"log": 2, "lost": 3, "log.recovered": 4}
+    assert tree_after(1, {2, 3}, *made) == {"log": 2, "lost": 3, "log.recovered": 4}, "a lost one, too"
+
+
+def test_a_name_beside_is_one_that_nothing_has() -> None:
+    made = [("create", 0, b"log"), ("create", 0, b"log.recovered"), ("create", 0, b"lost"), ("rename", 0, b"log")]
+    found = tree_after(2, {4}, *made, ("create", 0, b"log"))
+    assert found == {"log": 2, "log.recovered": 3, "lost": 4, "log.recovered-2": 5}
+    long = b"n" * 255
+    found = tree_after(1, {3}, ("create", 0, long), ("create", 0, b"lost"), ("remove", 0, long), ("mkdir", 0, long))
+    assert set(found) == {"lost", long.decode()}
+    made = [("create", 0, long), ("create", 0, b"lost"), ("remove", 0, long), ("mkdir", 0, long), ("create", 1, b"new")]
+    beside = "n" * 245 + ".recovered"
+    assert set(tree_after(1, {3}, *made)) == {"lost", long.decode(), beside, beside + "/new"}

@@ -302,8 +302,6 @@ class Machine(RuleBasedStateMachine):
                 assert same, f"{path} was durable before anything that was lost"
         for path in durable:
             there = kept.get(inos[path]) or after.get(path)
-            if there is not None and stat.S_ISDIR(there.kind):
-                continue  # see test_a_directory_that_comes_back_leaves_a_durable_file_its_name
             assert there is not None, f"{path} was durable and is gone"
             assert there.content is not None, f"{path} was durable and cannot be read"
         for path, seen in after.items():
@@ -362,24 +360,6 @@ QUICK = settings(
 
 def test_the_mount_is_what_a_directory_is() -> None:
     run_state_machine_as_test(Machine, settings=QUICK)
-
-
-@pytest.mark.xfail(strict=True, reason="the file that took the name of a removed directory is left without one")
-def test_a_directory_that_comes_back_leaves_a_durable_file_its_name() -> None:
-    machine = Machine()
-    try:
-        mounted = machine.mounted
-        machine.mkdir("d")
-        machine.mkdir("d/a")
-        machine.save("a", 7)
-        machine.both("rmdir", "d/a")
-        machine.save("d/a", 7)
-        mounted.drain("d/a", "nvme")
-        content = mounted.read_all("d/a")
-        mounted.lose_memory()
-        assert content in [seen.content for seen in mounted.tree().values()]
-    finally:
-        machine.dispose()
 
 
 @pytest.mark.nightly

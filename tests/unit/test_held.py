@@ -561,3 +561,95 @@ def test_short_of_space_what_deletes_wait_for_is_drained_first(nvme: World, monk
     assert held.urgent() == {blocking}
     nvme.drain("blocks")
     assert held.urgent() == set(), "nothing waits for what is left"
+
+
+# names that are wanted twice
+
+
+def test_a_durable_file_keeps_the_name_of_a_removed_directory(nvme: World) -> None:
+    nvme.mkdir("d")
+    nvme.write("lost", NEW)
+    nvme.rmdir("d")
+    nvme.write("d", OTHER)
+    nvme.drain("d", "nvme")
+    report = nvme.reboot()
+    assert nvme.read("d") == OTHER
+    assert found(report) == ([], [Lost("lost", 1, len(NEW))], [])
+    nvme.unlink("lost")
+    nvme.check()
+    assert nvme.archived() == {"d": OTHER}
+
+
+def test_a_directory_that_comes_back_with_its_files_leaves_the_durable_file_of_its_name_one_beside_it(
+    nvme: World,
+) -> None:
+    nvme.mkdir("d")
+    nvme.write("d/old", OLD)
+    nvme.durable("d/old")
+    nvme.write("lost", NEW)
+    nvme.unlink("d/old")
+    nvme.rmdir("d")
+    nvme.write("d", OTHER)
+    nvme.drain("d", "nvme")
+    report = nvme.reboot()
+    assert (nvme.read("d/old"), nvme.read("d.recovered")) == (OLD, OTHER)
+    undone = [Undone("rmdir", "d"), Undone("name", "d.recovered", "d"), Undone("unlink", "d/old")]
+    assert found(report) == ([], [Lost("lost", 1, len(NEW))], undone)
+    assert "undone: d is again what it was before; what was made under that name is d.recovered now" in report.lines()
+    nvme.unlink("lost")
+    nvme.check()
+    assert nvme.archived() == {"d/old": OLD, "d.recovered": OTHER}
+
+
+def test_what_was_saved_into_a_directory_made_anew_stays_at_its_path(nvme: World) -> None:
+    """rm -r checkpoint; mkdir checkpoint; save into it."""
+    nvme.mkdir("d")
+    nvme.write("d/old", OLD)
+    nvme.durable("d/old")
+    nvme.write("lost", NEW)
+    nvme.unlink("d/old")
+    nvme.rmdir("d")
+    nvme.mkdir("d")
+    nvme.write("d/new", OTHER)
+    nvme.drain("d/new", "nvme")
+    report = nvme.reboot()
+    assert (nvme.read("d/old"), nvme.read("d/new")) == (OLD, OTHER)
+    undone = [Undone("rmdir", "d"), Undone("unlink", "d/old")]
+    assert found(report) == ([], [Lost("lost", 1, len(NEW))], undone)
+    nvme.unlink("lost")
+    nvme.check()
+    assert nvme.archived() == {"d/old": OLD, "d/new": OTHER}
+
+
+def test_a_directory_renamed_away_and_made_anew_are_two(nvme: World) -> None:
+    """mv checkpoint checkpoint.old; mkdir checkpoint; save into it."""
+    nvme.mkdir("d")
+    nvme.write("d/model", OLD)
+    nvme.durable("d/model")
+    nvme.write("lost", NEW)
+    nvme.rename("d", "d.old")
+    nvme.mkdir("d")
+    nvme.write("d/model", OTHER)
+    nvme.drain("d/model", "nvme")
+    report = nvme.reboot()
+    assert (nvme.read("d/model"), nvme.read("d.recovered/model")) == (OLD, OTHER)
+    undone = [Undone("rename", "d", "d.old"), Undone("name", "d.recovered", "d")]
+    assert found(report) == ([], [Lost("lost", 1, len(NEW))], undone)
+    nvme.unlink("lost")
+    nvme.check()
+    assert nvme.archived() == {"d/model": OLD, "d.recovered/model": OTHER}
+
+
+def test_a_log_that_was_rotated_and_its_successor_are_both_there(nvme: World) -> None:
+    nvme.write("log", OLD)
+    nvme.durable("log")
+    nvme.write("lost", NEW)
+    nvme.rename("log", "log.1")
+    nvme.write("log", OTHER)
+    nvme.drain("log", "nvme")
+    report = nvme.reboot()
+    assert (nvme.read("log"), nvme.read("log.recovered")) == (OLD, OTHER)
+    undone = [Undone("rename", "log", "log.1"), Undone("name", "log.recovered", "log")]
+    assert found(report) == ([], [Lost("lost", 1, len(NEW))], undone)
+    nvme.unlink("lost")
+    nvme.check()

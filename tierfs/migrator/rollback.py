@@ -223,7 +223,7 @@ class _Rollback:
         for row in held:
             if not row.version and (row.seq > first or row.ino in self._restored):
                 catalog.drop_held(row.seq)
-        self._describe(changes)
+        self._describe(changes, rewound)
         return rewound
 
     def _on_disk(self, ino: int) -> bool:
@@ -327,12 +327,11 @@ class _Rollback:
         self.report.rolled_back.append(RolledBack(path, attributes.version, attributes.size, version, size))
 
     def _give_up(self, ino: int, paths: dict[int, str]) -> None:
-        """A file that has bytes, but whose name is another's again."""
+        """A file that has bytes, but whose path is another's again."""
         attributes = self.catalog.attributes(ino)
-        if attributes is None or not self._fact(ino).usable:
+        if attributes is None or not self._fact(ino).usable or self._fact(ino).directory:
             return
-        name = next(iter(self._before[ino]))
-        other = self.catalog.lookup(*name)
+        other = self.catalog.resolve(tuple(os.fsencode(paths[ino]).split(b"/")))
         version, size = (other.version, other.size) if other else (0, 0)
         self.report.rolled_back.append(
             RolledBack(paths[ino], attributes.version, attributes.size, version, size)
@@ -363,15 +362,19 @@ class _Rollback:
 
     # the report
 
-    def _describe(self, changes: list[Change]) -> None:
+    def _describe(self, changes: list[Change], rewound: Rewound) -> None:
         """The names that came back, each with what had taken it away."""
         replaced = {change.victim for change in changes if change.kind is OpKind.RENAME and change.victim}
         found: list[Undone] = []
         for ino, before in self._before.items():
             after = self._paths_of(ino)
-            came = sorted(path for name, path in after.items() if name not in before)
-            went = sorted(path for name, path in before.items() if name not in after)
-            if self._fact(ino).live and len(came) == len(went):
+            # What is in another directory now, at the same path, is where it was.
+            came = sorted(path for name, path in after.items() if name not in before and path not in before.values())
+            went = sorted(path for name, path in before.items() if name not in after and path not in after.values())
+            if ino in rewound.beside:
+                former = os.fsdecode(rewound.beside[ino])
+                found += [Undone("name", path, path[: path.rfind("/") + 1] + former) for path in came]
+            elif self._fact(ino).live and len(came) == len(went):
                 found += [Undone("rename", path, to) for path, to in zip(came, went, strict=True)]
             else:
                 kind = "rmdir" if self._fact(ino).directory else "replace" if ino in replaced else "unlink"

@@ -9,18 +9,31 @@ After a loss names go back to how they were when the first lost file was closed 
 happened. Durable files made later are not taken away for that: they stay under the name that they had last, or, when
 that one's former file came back, an earlier one of theirs. Directories made later, whose renames vouch for what is in
 them, and lost files have their first name; a lost file has one so that reading it fails instead of finding nothing.
+
+A name can be wanted twice, by what the prefix has there and by what was made later. In this order:
+
+- Of two directories, one of which was removed, what is in the later one is in the other now: the path is the same.
+- A deleted file that came back keeps its name, and the later file goes: to whoever reads the path it is a rewrite that
+  was taken back, like one in place. Unless somebody was told that the later one is durable.
+- A removed directory that came back and in which nothing is gives way to a file.
+- Else the later one, a file with bytes or a directory with such files in it, gets a name of its own beside that
+  (``name.recovered``). So no durable bytes of a file that had a name are without one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 from tierfs.types import ROOT_INO, OpKind
 
 NEVER = 1 << 62
 """A number above all that are ever given."""
+
+NAME_MAX = 255
+"""Bytes of a name."""
 
 Name = tuple[int, bytes]
 """Inode of the directory, and the name in it."""
@@ -71,6 +84,8 @@ class Rewound:
     """Names of the prefix that do not come back, with the inode that they had: their bytes are nowhere."""
     linked: list[tuple[Name, int]] = field(default_factory=list)
     """Names made after the prefix that stay, with their inode; directories before what is in them."""
+    beside: dict[int, bytes] = field(default_factory=dict)
+    """Inodes whose name, this one, is another's now, and that have one of their own in the same directory."""
     dropped: list[int] = field(default_factory=list)
     """Inodes that had a name and have none any more: somebody else has it now, who had it in the prefix."""
 
@@ -114,6 +129,9 @@ class _Rewind:
         for ino, name in held:
             self._history.setdefault(ino, []).append(name)
         self._busy: set[int] = set()
+        self._seeking: set[int] = set()
+        self._merged: dict[int, int] = {}
+        """Directory without a name → the one that is at its path now."""
         self._result = Rewound()
 
     def _get(self, name: Name) -> int:
@@ -144,6 +162,11 @@ class _Rewind:
             for ino in made:
                 if self._fact(ino).live is live:
                     self._keep(ino)
+        for live in (True, False):
+            for ino in made:
+                fact = self._fact(ino)
+                if fact.live is live and fact.usable and not fact.directory and not self._names(ino):
+                    self._rescue(ino, fact)
         result = self._result
         result.names = {name: ino for name, ino in self._state.items() if ino != self._lookup(*name)}
         result.dropped = [ino for ino in made if self._fact(ino).live and not self._names(ino)]
@@ -214,17 +237,99 @@ class _Rewind:
 
     def _place(self, name: Name, ino: int, *, instead: bool = False) -> bool:
         """Whether the inode has the name now. ``instead``: also in place of a deleted file that came back."""
+        home = self._home(name[0])
+        if not home:
+            return False
+        name = home, name[1]
         before = self._get(name)
         if before == ino:
             return True
         if before and not (instead and not self._fact(before).live and not self._fact(before).directory):
             return False
-        if not self._names(name[0]) and not self._keep(name[0], needed=True):
-            return False
-        if self._get(name) != before:
-            return self._get(name) == ino
         if before:
             self._result.unlinked.append((name, before))
+        self._give(name, ino)
+        return True
+
+    def _give(self, name: Name, ino: int) -> None:
         self._set(name, ino)
         self._result.linked.append((name, ino))
-        return True
+
+    def _home(self, directory: int) -> int:
+        """Where to put what was in this directory: there, if it has a name or can have one, or in the directory that is
+        at its path; 0: there is none."""
+        while not self._names(directory) and directory in self._merged:
+            directory = self._merged[directory]
+        if self._names(directory) or self._keep(directory, needed=True):
+            return directory
+        if directory in self._seeking:
+            return 0
+        self._seeking.add(directory)
+        try:
+            live = self._fact(directory).live
+            for parent, name in self._own(directory):
+                home = self._home(parent)
+                other = self._get((home, name)) if home else 0
+                if other and self._fact(other).directory and not (live and self._fact(other).live):
+                    self._merged[directory] = other
+                    return other
+            return 0
+        finally:
+            self._seeking.discard(directory)
+
+    def _own(self, ino: int) -> list[Name]:
+        """The names that it had last; of what had none any more all of them, the last one first."""
+        return self._names_of(ino) if self._fact(ino).live else self._history.get(ino, [])[::-1]
+
+    def _rescue(self, ino: int, fact: Fact) -> None:
+        """A file that has bytes and found none of its names free."""
+        places = [(home, name) for parent, name in self._own(ino) if (home := self._home(parent))]
+        wanted = [(place, self._get(place)) for place in places]
+        if any(there and self._is_back(there, fact) for _, there in wanted):
+            return
+        for place, there in wanted:
+            if fact.live and there and self._gives_way(place, there):
+                self._result.unlinked.append((place, there))
+                return self._give(place, ino)
+        for parent, name in self._own(ino):
+            home = self._home(parent) or self._shelter(parent)
+            if home:
+                return self._put_beside(home, name, ino)
+
+    def _is_back(self, there: int, later: Fact) -> bool:
+        """Whether what has the name of the ``later`` file is what its path shows again, so that it need not stay."""
+        fact = self._fact(there)
+        if fact.directory or not fact.usable:
+            return False
+        return not later.live or not (fact.live or later.vouched)
+
+    def _gives_way(self, name: Name, directory: int) -> bool:
+        """Whether what has the name is a directory of the prefix that was removed, and nothing in it came back."""
+        fact = self._fact(directory)
+        if fact.live or not fact.directory or (name, directory) in self._result.linked:
+            return False
+        return not any(ino and parent == directory for (parent, _), ino in self._state.items())
+
+    def _shelter(self, directory: int) -> int:
+        """Give a directory whose names are others' now a name of its own: itself, or 0 if nothing is known of it."""
+        names = self._own(directory)
+        if not self._fact(directory).directory or not names or directory in self._seeking:
+            return 0
+        self._seeking.add(directory)
+        try:
+            parent, name = names[0]
+            home = self._home(parent) or self._shelter(parent) or ROOT_INO
+        finally:
+            self._seeking.discard(directory)
+        self._put_beside(home, name, directory)
+        return directory
+
+    def _put_beside(self, home: int, name: bytes, ino: int) -> None:
+        if not self._get((home, name)):
+            return self._give((home, name), ino)
+        for number in count(1):
+            end = b".recovered" if number == 1 else b".recovered-%d" % number
+            beside = home, name[: NAME_MAX - len(end)] + end
+            if not self._get(beside):
+                self._result.beside[ino] = name
+                return self._give(beside, ino)
