@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import trio
 
 from tierfs.catalog import Catalog
+from tierfs.catalog.damage import Damage
 from tierfs.durable import write_whole
 from tierfs.errors import NotDurableInTime, UsageError
 from tierfs.fs.namespace import Namespace
@@ -167,16 +168,10 @@ class Operations:
         }
 
     def _damaged(self) -> Json:
-        """Replicas that do not have their bytes, while no other tier has them."""
+        """Replicas that do not have their bytes and could not be replaced."""
         catalog = self._host.catalog
         listed = [
-            {
-                "path": self._migrator.flusher.path(found.ino),
-                "tier": found.tier,
-                "version": found.version,
-                "what": found.what,
-                "since": found.since_ns / 1e9,
-            }
+            {"path": self._migrator.flusher.path(found.ino), **_damage(found)}
             for found in catalog.damaged(DAMAGED_SHOWN)
         ]
         return {"replicas": catalog.count_damaged(), "list": listed}
@@ -239,11 +234,13 @@ class Operations:
             "replicas": replicas,
             "durable": self._durable_at(attributes),
             "lost": self._migrator.flusher.is_lost(attributes),
+            "damaged": [_damage(found) for found in self._host.catalog.damage_of(attributes.ino)],
         }
 
     def _durable_at(self, attributes: Attributes) -> str | None:
-        """The lowest tier on which the current version is durable."""
-        return self._migrator.flusher.safe_on(attributes)
+        """The lowest tier on which the current version is durable; a replica that is known to be bad is none."""
+        bad = {found.tier for found in self._host.catalog.damage_of(attributes.ino)}
+        return self._migrator.flusher.safe_on(attributes, bad)
 
     async def flush(self, args: Json, progress: Progress) -> Json:
         top = self._find(str(args.get("path") or "")).ino
@@ -386,9 +383,20 @@ class Operations:
         if not stat.S_ISREG(attributes.mode):
             return {}
         local = self._names.files.local_replica(attributes)
-        tier = local.tier if local else self._durable_at(attributes)
+        tier = local.tier if local else self._migrator.flusher.safe_on(attributes)
         return {
             b"user.tierfs.tier": (tier or "").encode(),
             b"user.tierfs.durable": (self._durable_at(attributes) or "none").encode(),
             b"user.tierfs.version": str(attributes.version).encode(),
         }
+
+
+def _damage(found: Damage) -> Json:
+    return {
+        "tier": found.tier,
+        "version": found.version,
+        "what": found.what,
+        "since": found.since_ns / 1e9,
+        "elsewhere": found.elsewhere,
+        "remedy": found.remedy,
+    }

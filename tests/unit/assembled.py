@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tierfs.catalog import Catalog
@@ -16,6 +17,7 @@ from tierfs.fs.space import Space
 from tierfs.fuse.requests import Requests
 from tierfs.migrator.joining import join
 from tierfs.migrator.migrator import Migrator
+from tierfs.operations import Operations
 from tierfs.policy.load import parse_policy
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.tree import TreeStore
@@ -38,6 +40,19 @@ class Parts:
     def write(self, fh: int, offset: int, data: bytes) -> int:
         """What passthrough does."""
         return os.pwrite(self.files.handles[fh].inode.fd, data, offset)
+
+    def operations(self) -> Operations:
+        """What the control socket of a mount at /mnt answers."""
+        host = SimpleNamespace(
+            policy=self.files.policy,
+            mountpoint=Path("/mnt"),
+            config=Path("/etc/tierfs/test.yaml"),
+            mode="userspace",
+            why="test",
+            session=None,
+            catalog=self.catalog,
+        )
+        return Operations(host, self.names, self.migrator, self.files.space)  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.catalog.close()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import trio
 from assembled import Parts, assemble
 
 from tierfs.fs.caller import Caller
-from tierfs.operations import Json, Operations
+from tierfs.operations import Json
 from tierfs.types import ROOT_INO, Replica, ReplicaState
 
 KIB = 1024
@@ -26,22 +25,10 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
 
 
 def status(parts: Parts) -> Json:
-    files = parts.files
-    host = SimpleNamespace(
-        policy=files.policy,
-        mountpoint=Path("/mnt"),
-        mode="userspace",
-        why="test",
-        session=None,
-        catalog=parts.catalog,
-        program=None,
-    )
-    operations = Operations(host, parts.names, parts.migrator, files.space)  # type: ignore[arg-type]
-
     async def progress(done: int, total: int, what: str) -> None:
         pass
 
-    return trio.run(operations.status, {}, progress)
+    return trio.run(parts.operations().status, {}, progress)
 
 
 def sums(parts: Parts) -> dict[str, tuple[int, int, int, int]]:

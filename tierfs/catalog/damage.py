@@ -15,6 +15,11 @@ _VALID = (
     "damage d JOIN replicas r ON r.ino=d.ino AND r.version=d.version AND r.tier=d.tier AND r.key=d.key"
     " JOIN inodes i ON i.ino=d.ino AND i.version=d.version AND i.nlink>0"
 )
+_ELSEWHERE = (
+    "EXISTS (SELECT 1 FROM replicas o WHERE o.ino=d.ino AND o.version=d.version AND o.tier<>d.tier AND o.state<>?"
+    " AND NOT EXISTS (SELECT 1 FROM damage b WHERE b.ino=o.ino AND b.version=o.version AND b.tier=o.tier"
+    " AND b.key=o.key))"
+)
 
 
 class Damage(NamedTuple):
@@ -25,6 +30,18 @@ class Damage(NamedTuple):
     tier: str
     what: str
     since_ns: int
+    elsewhere: bool
+    """Another tier has this version and is not known to be bad: this replica was open when it was found."""
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it, while it is mounted."""
+        if self.elsewhere:
+            return "another tier has a copy: `tierfs scrub` replaces the bad one once nobody has the file open"
+        return (
+            "reading it gives EIO: write it anew or delete it, or put the right bytes back on the tier and run "
+            "`tierfs scrub`"
+        )
 
 
 class Scrub(NamedTuple):
@@ -52,13 +69,18 @@ class Damaged(Database):
         key = (replica.ino, replica.version, replica.tier, replica.key)
         return self._run(sql, key).fetchone() is not None
 
-    def damaged(self, limit: int) -> list[Damage]:
-        """The longest known first."""
-        rows = self._run(
-            f"SELECT d.ino, d.version, d.tier, d.what, d.since_ns FROM {_VALID} ORDER BY d.since_ns, d.ino LIMIT ?",
-            (limit,),
-        )
-        return [Damage(Ino(row[0]), *row[1:]) for row in rows]
+    def damaged(self, limit: int = -1) -> list[Damage]:
+        """The longest known first; all of them without a limit."""
+        return self._damages("ORDER BY d.since_ns, d.ino LIMIT ?", limit)
+
+    def damage_of(self, ino: int) -> list[Damage]:
+        """Of the current version."""
+        return self._damages("WHERE d.ino=? ORDER BY d.since_ns", ino)
+
+    def _damages(self, rest: str, argument: int) -> list[Damage]:
+        columns = f"d.ino, d.version, d.tier, d.what, d.since_ns, {_ELSEWHERE}"
+        rows = self._run(f"SELECT {columns} FROM {_VALID} {rest}", (int(ReplicaState.OPEN), argument))
+        return [Damage(Ino(row[0]), row[1], row[2], row[3], row[4], bool(row[5])) for row in rows]
 
     def count_damaged(self) -> int:
         return int(self._run(f"SELECT COUNT(*) FROM {_VALID}").fetchone()[0])

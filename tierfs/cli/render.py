@@ -114,7 +114,8 @@ def status_list(mounts: Sequence[Json]) -> None:
         drain = mount.get("drain") or {}
         tiers = mount.get("tiers") or []
         failing = [str(tier.get("name")) for tier in tiers if tier.get("state") != "ok"]
-        state = mount.get("error") or ("failing: " + ", ".join(failing) if failing else "ok")
+        bad = (mount.get("damaged") or {}).get("replicas")
+        state = mount.get("error") or ("failing: " + ", ".join(failing) if failing else "damaged" if bad else "ok")
         rows.append(
             [
                 mount.get("mountpoint"),
@@ -127,6 +128,8 @@ def status_list(mounts: Sequence[Json]) -> None:
         )
     numbers = ("QUEUED FILES", "QUEUED", "UNSYNCED")
     table(("MOUNTPOINT", "MODE", "STATE", *numbers), rows, right=numbers)
+    for mount in mounts:
+        _damaged(mount)
 
 
 def status(mount: Json) -> None:
@@ -165,18 +168,31 @@ def status(mount: Json) -> None:
     ]
     numbers = ("CAPACITY", "USED", "CLEAN", "DIRTY", "OPEN")
     table(("TIER", "KIND", "STATE", *numbers, "LAST ERROR"), rows, right=numbers)
+    _damaged(mount)
+
+
+def _damaged(mount: Json) -> None:
+    """By path, with what to do."""
     damaged = mount.get("damaged") or {}
-    if damaged.get("replicas"):
-        say(f"damaged, no tier has the right bytes ({damaged['replicas']}):")
-        table(("PATH", "TIER", "WHAT"), [[d.get("path"), d.get("tier"), d.get("what")] for d in damaged["list"]])
+    listed = damaged.get("list") or []
+    for found in listed:
+        say(f"damaged on {found.get('tier')}: {mount.get('mountpoint')}/{found.get('path')}: {_harm(found)}")
+    if (more := damaged.get("replicas", 0) - len(listed)) > 0:
+        say(f"damaged: {more} more, which `tierfs info` and `tierfs scrub` name")
+
+
+def _harm(found: Json) -> str:
+    return f"{found.get('what')}; {found.get('remedy')}"
 
 
 def scrubbed(answer: Json) -> None:
     """What a scrub found."""
     say(f"{answer.get('files')} copies ({size(answer.get('bytes'))}) read on {', '.join(answer.get('tiers') or [])}")
-    for what, key in (("replaced", "replaced"), ("damaged, no tier has the right bytes", "damaged")):
-        for path in answer.get(key) or []:
+    for what in ("replaced", "damaged"):
+        for path in answer.get(what) or []:
             say(f"{what}: {path}")
+    if answer.get("damaged"):
+        note("`tierfs status MOUNTPOINT` tells what to do about each")
     for why in answer.get("skipped") or []:
         note(f"not all was read: {why}")
 
@@ -187,7 +203,9 @@ def info(answer: Json) -> None:
     if answer.get("lost"):
         say("lost with the memory of a former boot: no tier has its bytes; write or delete it")
     else:
-        say(f"durable on: {answer.get('durable') or 'no tier yet'}")
+        say(f"durable on: {answer.get('durable') or 'no tier' + ('' if answer.get('damaged') else ' yet')}")
+    for found in answer.get("damaged") or []:
+        say(f"damaged on {found.get('tier')}: {_harm(found)}")
     rows = [
         [r.get("tier"), r.get("version"), r.get("state"), size(r.get("bytes"))] for r in answer.get("replicas") or []
     ]

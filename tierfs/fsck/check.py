@@ -50,6 +50,7 @@ def check_all(policy: Policy, progress: Progress, *, data: bool = False) -> list
             problems = problems + _check_bytes(catalog, tiers.stores, tiers.tree, progress, loss.gone)
             if catalog.drains == drains_of(policy):  # else the next mount queues what the rules want of every file
                 problems += check_queued(catalog, policy)
+            problems += check_damage(catalog, tiers.stores, tiers.tree, read=data)
             if data:
                 problems += check_data(catalog, tiers.stores, tiers.tree, progress)
             if not loss.gone:
@@ -70,9 +71,13 @@ def check_tiers(
     stores: Mapping[str, ReplicaStore],
     tree: TreeStore,
     progress: Progress,
+    *,
+    data: bool = False,
 ) -> list[Problem]:
     """The checks themselves, on tiers that are open already."""
-    return check_catalog(catalog, progress) + _check_bytes(catalog, stores, tree, progress)
+    problems = check_catalog(catalog, progress) + _check_bytes(catalog, stores, tree, progress)
+    problems += check_damage(catalog, stores, tree, read=data)
+    return problems + check_data(catalog, stores, tree, progress) if data else problems
 
 
 def check_catalog(catalog: Catalog, progress: Progress) -> list[Problem]:
@@ -205,6 +210,24 @@ def has_digest(catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeS
         return False
     except (OSError, TierError):
         return None
+
+
+def check_damage(
+    catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeStore, *, read: bool
+) -> list[Problem]:
+    """What a scrub listed as damaged; with ``read`` only what could not be read, as `check_data` says the rest."""
+    problems = []
+    for found in catalog.damaged():
+        replica = catalog.replica(found.ino, found.version, found.tier)
+        if replica is None or (found.tier not in stores and found.tier != tree.name):
+            continue
+        if read and has_digest(catalog, stores, tree, replica) is not None:
+            continue
+        path = b"/".join(catalog.path_of(found.ino) or (b"?",)).decode(errors="replace")
+        remedy = "`tierfs fsck --repair` replaces it from another tier" if found.elsewhere else found.remedy
+        what = f"a scrub found the replica on {found.tier} damaged: {found.what}; {remedy}"
+        problems.append({"severity": "error", "what": what, "path": path})
+    return problems
 
 
 def check_data(

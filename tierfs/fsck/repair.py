@@ -3,6 +3,8 @@
 What the catalog names and no tier has is dropped from it; what a tier has and a sound catalog does not name is what a
 crash left behind (docs/DURABILITY.md: a crash leaves orphans, never dangling references) and goes. Whatever else has
 bytes stays: it is mended from a good replica, or gets a name in the directory ``tierfs-recovered``.
+
+What a scrub listed as damaged is read, also where nothing else is: it is replaced, or right again, or stays listed.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 
 from tierfs.catalog import MendableCatalog, PublishedName
 from tierfs.errors import ContentMissing, SourceChanged, TierError
-from tierfs.fsck.check import archive_paths, check_data, check_tiers, has_digest, open_replica
+from tierfs.fsck.check import archive_paths, check_tiers, has_digest, open_replica
 from tierfs.fsck.memory import memory_is_lost, take_back
 from tierfs.fsck.session import Progress, Report, catalog_path, has_catalog, opened
 from tierfs.migrator.archive import Archive
@@ -42,9 +44,7 @@ def repair_all(policy: Policy, progress: Progress, *, data: bool = False) -> Rep
             copies.forget_clean()
             report = Report()
             Repair(catalog, policy, tiers, copies, report, progress, data=data).run()
-            report.problems = check_tiers(catalog, tiers.stores, tiers.tree, progress)
-            if data:
-                report.problems += check_data(catalog, tiers.stores, tiers.tree, progress)
+            report.problems = check_tiers(catalog, tiers.stores, tiers.tree, progress, data=data)
         finally:
             catalog.close()
         keep_closed(catalog.path, catalog.uuid, catalog.seq, copies)
@@ -153,14 +153,15 @@ class Repair:
             there = replica.key in keys[replica.tier]
             size = self.stores[replica.tier].size(replica.key) if there else -1
             bad = size != replica.size and replica.state is not ReplicaState.OPEN
-            if self.data and there and not bad:
-                bad = has_digest(self.catalog, self.stores, self.tiers.tree, replica) is False
-            if there and not bad:
+            whole = there and not bad
+            if whole and not ((self.data or self.catalog.is_damaged(replica)) and self._is_wrong(replica)):
                 continue
             if self._replace(replica):
                 what = f"replaced the {'bad' if there else 'missing'} replica on {replica.tier}"
                 self._replaced.add((replica.tier, replica.key))
                 self.report.did(what, self._shown(replica.ino))
+            elif whole and not self.data:
+                continue  # listed, and nobody asked for all that is wrong to be put aside
             elif there:
                 hint = (self.catalog.path_of(replica.ino) or (b"inode",))[-1]
                 shown = self._shown(replica.ino).decode(errors="replace")
@@ -169,6 +170,15 @@ class Repair:
                 with self.catalog.transaction():
                     self.catalog.remove_replica(replica)
                 self.report.did(f"dropped the replica on {replica.tier}, which is not there", self._shown(replica.ino))
+
+    def _is_wrong(self, replica: Replica) -> bool:
+        """Whether its bytes are others than were written. One that was listed as damaged and is right is no more."""
+        right = has_digest(self.catalog, self.stores, self.tiers.tree, replica)
+        if right and self.catalog.is_damaged(replica):
+            with self.catalog.transaction():
+                self.catalog.drop_damage(replica.ino, replica.version, replica.tier)
+            self.report.did(f"has the right bytes on {replica.tier} again", self._shown(replica.ino))
+        return right is False
 
     def _replace(self, bad: Replica) -> bool:
         """Copy a good replica of the same version to where ``bad`` should be. Of a tier that lost its bytes with the
@@ -239,8 +249,7 @@ class Repair:
         self._restore_names(missing)
         for ino, status in changed.items():
             self._changed_on_archive(ino, status)
-        if self.data:
-            self._archive_data()
+        self._archive_data()
 
     def _restore_names(self, missing: list[PublishedName]) -> None:
         """Names that the archive lost are made there again, as the mount has them now."""
@@ -296,16 +305,21 @@ class Repair:
         self.report.did(what, self._shown(ino))
 
     def _archive_data(self) -> None:
-        for replica in self.catalog.replicas_on(self.archive_name):
+        """With ``data`` of all files, else of those that a scrub listed."""
+        damaged = ((found.ino, found.version) for found in self.catalog.damaged() if found.tier == self.archive_name)
+        listed = [r for ino, version in damaged if (r := self.catalog.replica(ino, version, self.archive_name))]
+        for replica in self.catalog.replicas_on(self.archive_name) if self.data else listed:
             attributes = self.catalog.attributes(replica.ino)
-            if attributes is None or has_digest(self.catalog, self.stores, self.tiers.tree, replica) is not False:
+            if attributes is None or not self._is_wrong(replica):
                 continue
             good = [
                 r
                 for r in self.catalog.replicas(replica.ino)
-                if r.tier in self.stores and r.version == replica.version == attributes.version
+                if r.tier in self.stores
+                and r.version == replica.version == attributes.version
+                and has_digest(self.catalog, self.stores, self.tiers.tree, r) is not False
             ]
-            if good:  # `_replicas` has looked at them
+            if good:
                 with self.catalog.transaction():
                     self.catalog.drop_damage(replica.ino, replica.version, replica.tier)
                     self.catalog.remove_replica(replica)

@@ -6,7 +6,7 @@ import errno
 import itertools
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 import trio
@@ -202,13 +202,14 @@ class Flusher:
         """Those of ``files`` whose current content no persistent tier holds."""
         return [a for a in files if not self.is_lost(a) and self.safe_on(a) is None]
 
-    def safe_on(self, attributes: Attributes) -> str | None:
-        """The lowest tier on which the current version is durable, if it is on any."""
+    def safe_on(self, attributes: Attributes, but: Collection[str] = ()) -> str | None:
+        """The lowest tier, ``but`` for these, on which the current version is durable, if it is on any."""
         found = {
             r.tier
             for r in self._host.catalog.replicas(attributes.ino)
             if r.version == attributes.version and r.state is ReplicaState.DURABLE
         }
+        found.difference_update(but)
         lowest = [tier.name for tier in self._host.policy.tiers if tier.persistent and tier.name in found]
         return lowest[-1] if lowest else None
 

@@ -78,7 +78,7 @@ class Report:
     replaced: list[str] = field(default_factory=list)
     """Paths of files of which a bad replica was replaced, or was not needed."""
     damaged: list[str] = field(default_factory=list)
-    """Paths of files of which no replica has the right bytes."""
+    """Paths of files of which a bad replica could not be replaced: no other has the right bytes, or it is open."""
     skipped: list[str] = field(default_factory=list)
     """Tiers that did not answer, with what they said."""
 
