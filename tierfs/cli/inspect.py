@@ -194,7 +194,8 @@ def fsck(config: Path, repair: bool, rebuild: bool, data: bool, as_json: bool) -
     gone, and --json lists it by path (severity "rolled back", "lost", "undone").
 
     --rebuild is for a catalog that is damaged or lost, also on a new machine with the archive alone. The damaged one
-    stays in the state directory as catalog.damaged-N; `tierfs recover` shows what was done.
+    stays in the state directory as catalog.damaged-N; `tierfs recover` shows what was done. A file that was changed on
+    the archive from outside is taken as it is found there and listed as such ("as found", --json: "as_found").
 
     \b
     Examples:
@@ -260,6 +261,8 @@ def _show_report(report: Report) -> None:
         render.table(("", "WHAT", "PATH"), [[deed.kind, deed.what, deed.path] for deed in report.deeds])
     if report.problems:
         _show_problems(report.problems)
+    if report.as_found:
+        render.say(f"taken as found on the archive, not verified: {len(report.as_found)}; look at them")
     if report.lost:
         render.say("1 file lost" if len(report.lost) == 1 else f"{len(report.lost)} files lost")
     elif not report.problems:

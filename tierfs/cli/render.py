@@ -229,6 +229,8 @@ def rebuilt(facts: Mapping[str, object], indent: str = "") -> None:
     if batches:
         tell(f"followed the archive's log since then: {batches} batches")
     tell(f"files and directories now: {facts['files']}")
+    if unverified := facts.get("unverified"):
+        tell(f"files on the archive that are taken as found, as nothing says what they should be: {unverified}")
 
 
 def rebuild(report: Json) -> None:

@@ -3,6 +3,9 @@
 A statement is true as of a sequence number: the catalog's names as of `Adoption.horizon`, a record beside a replica as
 of its own. Content is found by inode and version, so a rename after the last statement costs a file its new name,
 never its bytes. Nothing that has bytes is dropped for another file's sake: it gets a name in ``tierfs-recovered``.
+
+A file on the archive that is not what was recorded of it, and that no other tier has, is taken as it is found there: it
+may be all that is left, and nobody can say whether it is right. So each of them is in the report.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from tierfs.catalog import MendableCatalog
 from tierfs.errors import SourceChanged, TierError
 from tierfs.fsck.memory import memory_is_lost, take_back
 from tierfs.fsck.session import Progress, Report
+from tierfs.migrator.steps import Batch
 from tierfs.policy.model import Policy
 from tierfs.tiers.assembly import Tiers
 from tierfs.tiers.beside import Beside, Chain
@@ -53,9 +57,18 @@ class Adoption:
     horizon: int
     """The catalog says what was true when this was the next sequence number; 0: it says nothing."""
     now: int
+    undone: Batch | None = None
+    """The last one in the archive's log, if the archive is not what it would leave: what stands at the names that it
+    gives is what it says, or was changed since."""
+    made: set[int] = field(default_factory=set)
+    """Inodes of which nothing is recorded."""
     unplaced: set[int] = field(default_factory=set)
     """Inodes whose names come from records alone: an archive that has them under other names knows better."""
     restored: int = 0
+    unverified: int = 0
+    """Files on the archive of which nothing is recorded, because there is neither a copy of the catalog nor a log."""
+    doubtful: set[int] = field(default_factory=set)
+    """Inodes that were reported as taken as found."""
 
     def run(self) -> None:
         """Raises OSError, TierError, CatalogError."""
@@ -76,6 +89,7 @@ class Adoption:
         self.catalog.forget_paths()
         self._archive()
         self.report.facts["files_from_tiers"] = self.restored
+        self.report.facts["unverified"] = self.unverified
 
     def _shown(self, ino: int) -> bytes:
         return b"/".join(self.catalog.path_of(ino) or (b"inode %d" % ino,))
@@ -361,6 +375,8 @@ class Adoption:
             return None
         if known is None:
             ino = links.get(identity) if linked else None
+            if ino is None:
+                ino = self._logged(parent, standing)
             if ino is None and regular:
                 ino = self._renamed(standing, by_content)
             if ino is None:
@@ -409,6 +425,14 @@ class Adoption:
                 return ino
         return None
 
+    def _logged(self, parent: int, standing: Standing) -> int | None:
+        """The inode to which the last batch gave this name."""
+        row = self.undone.names.get((parent, standing.path[-1])) if self.undone is not None else None
+        known = self.catalog.attributes(row.ino) if row is not None and row.occupant == row.ino else None
+        if known is None or stat.S_IFMT(known.mode) != stat.S_IFMT(standing.status.st_mode):
+            return None
+        return None if stat.S_ISDIR(known.mode) and self.catalog.all_entries(known.ino) else known.ino
+
     def _new(self, standing: Standing) -> Ino:
         status = standing.status
         directory = stat.S_ISDIR(status.st_mode)
@@ -426,6 +450,7 @@ class Adoption:
         filled = made._replace(size=size, blocks=status.st_blocks, atime_ns=mtime, mtime_ns=mtime, ctime_ns=mtime)
         self.catalog.put_inode(filled, standing.target, standing.xattrs)
         self.restored += 1
+        self.made.add(made.ino)
         return made.ino
 
     def _same(self, ino: int, standing: Standing) -> Replica | None:
@@ -471,18 +496,35 @@ class Adoption:
         if attributes is None or not stat.S_ISREG(attributes.mode):
             return
         archive, size = self.tiers.tree.name, standing.status.st_size
+        other = None
+        if self.undone is not None and (logged := self.undone.stored.pop(ino, None)) is not None:
+            self.catalog.put_replica(logged)
         for replica in self.catalog.replicas(ino):
             if replica.tier == archive:
                 if replica.size == size and self._unchanged(attributes, replica, standing):
+                    if replica.digest is None and standing.status.st_mtime_ns != attributes.mtime_ns:
+                        self._found(ino, "has another time on the archive than recorded, and no digest")
                     return
                 self.catalog.remove_replica(replica)
+                other = f"has {size} bytes on the archive, not {replica.size}"
+                if replica.size == size:
+                    other = "has another time and other bytes on the archive than recorded"
         stored = Replica(Ino(ino), attributes.version, archive, ReplicaState.DURABLE, "", size, None)
         local = [r for r in self.catalog.replicas(ino) if r.tier in self.tiers.stores]
         if not local:
-            if not attributes.version:
-                stored = stored._replace(version=1)
+            recorded = attributes.size, attributes.mtime_ns
+            if other is None and recorded != (size, standing.status.st_mtime_ns):
+                other = "has another size or time on the archive than recorded"
+            if other is not None or not attributes.version:
+                stored = stored._replace(version=attributes.version + 1)
             self.catalog.set_version(ino, stored.version, size, standing.status.st_mtime_ns, standing.status.st_blocks)
             self.catalog.put_replica(stored)
+            if other is not None:
+                self._found(ino, other)
+            elif ino in self.made and (self.horizon or self.undone):
+                self._found(ino, "is on the archive and nothing is recorded of it")
+            elif ino in self.made:
+                self.unverified += 1
             return
         same = self._same(ino, standing)
         if same is not None:
@@ -491,7 +533,12 @@ class Adoption:
             newer = attributes.version + 1
             self.catalog.set_version(ino, newer, size, standing.status.st_mtime_ns, standing.status.st_blocks)
             self.catalog.put_replica(stored._replace(version=newer))
-            self.report.did("the archive has a newer version", self._shown(ino), "restored")
+            self._found(ino, "is newer on the archive than on any other tier")
+
+    def _found(self, ino: int, why: str) -> None:
+        if ino not in self.doubtful:
+            self.doubtful.add(ino)
+            self.report.did(f"{why}: taken as found, not verified", self._shown(ino), "as found")
 
 
 def _inode(record: Beside, item: Found, version: int) -> Attributes:

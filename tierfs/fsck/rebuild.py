@@ -25,6 +25,7 @@ from tierfs.fsck.session import Progress, Report, catalog_path, has_catalog, ope
 from tierfs.migrator import progress as batches
 from tierfs.migrator.archive import Archive
 from tierfs.migrator.keeping import keep_closed
+from tierfs.migrator.steps import Batch
 from tierfs.points import At, reach
 from tierfs.policy.model import Policy
 from tierfs.report import keep_rebuild
@@ -49,10 +50,10 @@ def rebuild_all(policy: Policy, progress: Progress) -> Report:
         reach(At.REBUILD_ASIDE)
         copies = CatalogCopies(tiers.tree)
         copies.forget_clean()
-        catalog, horizon = _base(policy, tiers, copies, owner, report)
+        catalog, horizon, undone = _base(policy, tiers, copies, owner, report)
         try:
             reach(At.REBUILD_BASED)
-            Adoption(catalog, policy, tiers, report, progress, horizon, time.time_ns()).run()
+            Adoption(catalog, policy, tiers, report, progress, horizon, time.time_ns(), undone).run()
             reach(At.REBUILD_ADOPTED)
             Repair(catalog, policy, tiers, copies, report, progress).run()
             report.facts["files"] = catalog.count_files()
@@ -152,8 +153,9 @@ def _keep_aside(path: Path) -> str | None:
 
 def _base(
     policy: Policy, tiers: Tiers, copies: CatalogCopies, owner: str | None, report: Report
-) -> tuple[MendableCatalog, int]:
-    """A catalog to begin with, and the sequence number as of which its names are true."""
+) -> tuple[MendableCatalog, int, Batch | None]:
+    """A catalog to begin with, the sequence number as of which its names are true, and the last batch, if that could
+    not be carried out again."""
     path = catalog_path(policy).with_name(REBUILDING)
     catalog, manifest = _newest_copy(path, copies, owner, report)
     if catalog is None:
@@ -163,7 +165,7 @@ def _base(
             with catalog.transaction():
                 catalog.begin_anew(owner)
     try:
-        logged = _replay(catalog, tiers, copies, manifest, report)
+        logged, undone = _replay(catalog, tiers, copies, manifest, report)
     except BaseException:
         catalog.close()
         raise
@@ -177,7 +179,7 @@ def _base(
         with catalog.transaction():
             catalog.names_from_archive()
     report.facts["batches_logged"] = report.facts.get("batches_logged", 0)
-    return catalog, max(known, logged + 1 if logged else 0)
+    return catalog, max(known, logged + 1 if logged else 0), undone
 
 
 def _newest_copy(
@@ -203,11 +205,13 @@ def _newest_copy(
 
 def _replay(
     catalog: MendableCatalog, tiers: Tiers, copies: CatalogCopies, manifest: Manifest | None, report: Report
-) -> int:
-    """Let the catalog follow the log; the last operation that the archive has done, 0 when nothing was logged.
+) -> tuple[int, Batch | None]:
+    """Let the catalog follow the log; the last operation that the archive has done, 0 when nothing was logged, and the
+    last batch if the archive is not what it would leave.
 
     A batch is known to be done once another follows it. One that was given up is replaced by the next. The last one may
     have been done in part: it is carried out again."""
+    undone: Batch | None = None
     held = catalog.intent()
     last, count = catalog.archived, 0
     pending = batches.decode(batches.encode(last, held, [])) if held is not None else None
@@ -236,13 +240,14 @@ def _replay(
                 raise
             assert archive.pending is not None
             archive.abandon(archive.pending)
-            report.did(f"{error}", "", "damaged")
+            undone = pending.batch
+            report.did(f"the last batch in the log does not fit what is on the archive: {error}", "", "damaged")
         else:
             last = pending.batch.last
     elif held is not None:
         with catalog.transaction():
             catalog.drop_intent()
-    return last if count else 0
+    return (last if count else 0), undone
 
 
 def _states(catalog: MendableCatalog, logged: batches.Progress) -> None:

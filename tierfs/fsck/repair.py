@@ -294,15 +294,16 @@ class Repair:
                 self.catalog.remove_replica(replica)
             if any(r.tier in self.stores and r.version == attributes.version for r in self.catalog.replicas(ino)):
                 self._publish_again(attributes)
-                what = "other bytes on the archive; to be copied there again"
+                what, kind = "other bytes on the archive; to be copied there again", "mended"
             else:
                 version = attributes.version + 1
                 self.catalog.set_version(ino, version, status.st_size, status.st_mtime_ns, status.st_blocks)
                 self.catalog.put_replica(
                     Replica(Ino(ino), version, self.archive_name, ReplicaState.DURABLE, "", status.st_size, None)
                 )
-                what = "changed on the archive by somebody else: taken as it is there"
-        self.report.did(what, self._shown(ino))
+                what = f"has {status.st_size} bytes on the archive, not {old[0].size}: taken as found, not verified"
+                kind = "as found"
+        self.report.did(what, self._shown(ino), kind)
 
     def _archive_data(self) -> None:
         """With ``data`` of all files, else of those that a scrub listed."""

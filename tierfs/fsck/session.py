@@ -24,7 +24,7 @@ class Deed:
     path: str
     kind: str = "mended"
     """mended · restored (came back from a tier) · recovered (bytes that have another name now) · lost (a file) ·
-    damaged (a copy or log that was no help) · removed"""
+    as found (bytes on the archive that nothing vouches for) · damaged (a copy or log that was no help) · removed"""
 
     def as_json(self) -> dict[str, str]:
         return {"kind": self.kind, "what": self.what, "path": self.path}
@@ -52,9 +52,15 @@ class Report:
         """Files that had a name and whose bytes no tier had."""
         return [deed.path for deed in self.deeds if deed.kind == "lost"]
 
+    @property
+    def as_found(self) -> list[str]:
+        """Files whose content is what somebody else left on the archive, or may be."""
+        return [deed.path for deed in self.deeds if deed.kind == "as found"]
+
     def as_json(self) -> dict[str, object]:
         done = [deed.as_json() for deed in self.deeds]
-        return {**self.facts, "done": done, "lost": self.lost, "problems": self.problems}
+        told = {"done": done, "lost": self.lost, "as_found": self.as_found, "problems": self.problems}
+        return {**self.facts, **told}
 
 
 @contextlib.contextmanager
