@@ -198,7 +198,7 @@ def test_other_users_are_refused(
     assert "54321" in caplog.text
 
 
-def test_connections_above_the_limit_wait(record: MountRecord) -> None:
+def test_requests_above_the_limit_wait(record: MountRecord) -> None:
     running = highest = 0
 
     async def slow(args: Json, progress: ProgressCallback) -> Json:
@@ -219,7 +219,7 @@ def test_connections_above_the_limit_wait(record: MountRecord) -> None:
         return len(answers)
 
     assert with_server(record, use, {"slow": slow}) == 80
-    assert highest <= server.MAX_CONNECTIONS
+    assert highest <= server.MAX_RUNNING
 
 
 def test_a_daemon_that_does_not_answer(record: MountRecord, monkeypatch: pytest.MonkeyPatch) -> None:

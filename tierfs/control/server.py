@@ -1,6 +1,10 @@
 """The daemon's end of the control socket: one request per connection, answered by a handler under trio.
 
-A client that closes its connection (or only its sending side) takes its request back: the handler is cancelled."""
+A client that closes its connection (or only its sending side) takes its request back: the handler is cancelled.
+
+Nobody keeps others out. Connections are accepted at once; one that has sent no request is *idle* and has little time,
+and of too many idle ones the longest idle is dropped. Requests that take long wait for others of their own kind only.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +36,16 @@ from tierfs.errors import TierfsError, UsageError
 ProgressCallback = Callable[[int, int, str], Awaitable[None]]
 Handler = Callable[[Json, ProgressCallback], Awaitable[Json]]
 
-MAX_CONNECTIONS = 32
-"""Served at the same time; more wait in the listen queue."""
+MAX_IDLE = 128
+"""Connections that have not sent their request; one more costs the longest idle its own."""
+MAX_RUNNING = 32
+"""Requests of one operation that are carried out at the same time; more wait for these."""
+MAX_REQUESTS = 512
+"""Requests that are carried out or wait; more are refused."""
+REQUEST_SECONDS = 10.0
+"""A client may take so long to send its request."""
 IO_TIMEOUT = 30.0
-"""Seconds that a client may take to send its request or to accept a reply."""
+"""Seconds that a client may take to accept a reply."""
 
 log = logging.getLogger("tierfs.control")
 
@@ -51,29 +61,62 @@ async def serve_control(
     Started once it accepts. OSError when the socket cannot be made.
     """
     prepare_directory(path.parent)
-    slots = trio.Semaphore(MAX_CONNECTIONS)
-
-    async def serve_one(connection: trio.socket.SocketType) -> None:
-        try:
-            await _serve(trio.SocketStream(connection), handlers)
-        finally:
-            slots.release()
-
+    clients = _Clients(handlers)
     with _listening(path) as raw:
         listener = trio.socket.from_stdlib_socket(raw)
         async with trio.open_nursery() as nursery:
             task_status.started()
             while True:
-                await slots.acquire()
                 try:
                     connection, _ = await listener.accept()
                 except OSError as error:
-                    slots.release()
                     if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED):
                         raise
+                    clients.drop_longest_idle()
                     await trio.sleep(0.1)
                 else:
-                    nursery.start_soon(serve_one, connection)
+                    nursery.start_soon(_serve, trio.SocketStream(connection), clients, clients.arrived())
+
+
+class _Clients:
+    """Who is connected, and what is carried out for them."""
+
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+        self.handlers = handlers
+        self._idle: dict[trio.CancelScope, None] = {}
+        """Ends the reading of a request; longest idle first."""
+        self._slots: dict[str, trio.Semaphore] = {}
+        self._requests = 0
+
+    def arrived(self) -> trio.CancelScope:
+        """Another connection, idle until `asked`: the scope for reading its request."""
+        while len(self._idle) >= MAX_IDLE:
+            self.drop_longest_idle()
+        scope = trio.CancelScope(deadline=trio.current_time() + REQUEST_SECONDS)
+        self._idle[scope] = None
+        return scope
+
+    def asked(self, scope: trio.CancelScope) -> None:
+        """Its request is complete, or will never be."""
+        self._idle.pop(scope, None)
+
+    def drop_longest_idle(self) -> None:
+        for scope in self._idle:
+            scope.cancel()
+            del self._idle[scope]
+            return
+
+    @contextlib.asynccontextmanager
+    async def slot(self, op: str) -> AsyncIterator[None]:
+        """For carrying out one request. TierfsError when there are too many."""
+        if self._requests >= MAX_REQUESTS:
+            raise TierfsError(f"{MAX_REQUESTS} requests are under way on this mount; try again when some are done")
+        self._requests += 1
+        try:
+            async with self._slots.setdefault(op, trio.Semaphore(MAX_RUNNING)):
+                yield
+        finally:
+            self._requests -= 1
 
 
 @contextlib.contextmanager
@@ -103,33 +146,38 @@ def _listening(path: Path) -> Iterator[socket.socket]:
         os.close(directory)
 
 
-async def _serve(stream: trio.SocketStream, handlers: Mapping[str, Handler]) -> None:
+async def _serve(stream: trio.SocketStream, clients: _Clients, reading: trio.CancelScope) -> None:
     with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
         async with stream:
-            reply = await _answer(stream, handlers)
+            try:
+                reply = await _answer(stream, clients, reading)
+            finally:
+                clients.asked(reading)
             if reply is not None:
                 await _send(stream, reply)
 
 
-async def _answer(stream: trio.SocketStream, handlers: Mapping[str, Handler]) -> Reply | None:
-    """Read one request and run it. None when the client is gone."""
+async def _answer(stream: trio.SocketStream, clients: _Clients, reading: trio.CancelScope) -> Reply | None:
+    """Read one request and run it. None when the client is gone, or was idle for too long."""
     _, uid, _ = struct.unpack("iII", stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid not in (0, os.geteuid()):
         log.warning("refused a control connection from uid %d", uid)
         return Failure("permission denied: the mount belongs to another user", 1)
     line = None
     try:
-        with trio.move_on_after(IO_TIMEOUT):
+        with reading:
             line = await _read_line(stream)
+        clients.asked(reading)
         if line is None:
             return None
         request = decode_request(line)
-        handler = handlers.get(request.op)
+        handler = clients.handlers.get(request.op)
         if handler is None:
             raise UsageError(f"the daemon knows no control request {request.op!r}")
-    except UsageError as error:
+        async with clients.slot(request.op):
+            return await _run(stream, request.op, handler, request.args)
+    except TierfsError as error:
         return Failure(str(error), error.exit_code)
-    return await _run(stream, request.op, handler, request.args)
 
 
 async def _run(stream: trio.SocketStream, op: str, handler: Handler, args: Json) -> Reply | None:
