@@ -11,7 +11,7 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -133,12 +133,18 @@ class Operations:
     def _local(self) -> list[str]:
         return list(self._names.files.stores)
 
+    def _unsynced(self, opened: Mapping[str, int], *, persistent: bool) -> int:
+        """Bytes that are durable nowhere and lie in memory, or on disks, ``opened`` by tier in files being written."""
+        tiers = [name for name in self._local() if self._host.policy.tier(name).persistent == persistent]
+        return self._host.catalog.unsynced_bytes(tiers) + sum(opened.get(tier, 0) for tier in tiers)
+
     # control operations
 
     async def status(self, args: Json, progress: Progress) -> Json:
         files, size, oldest = self._host.catalog.backlog()
         session = self._host.session
         opened = self._names.files.measure()
+        memory, disks = (self._unsynced(opened, persistent=persistent) for persistent in (False, True))
         late_files, late_bytes = self._host.catalog.late(time.time_ns())
         return {
             "mountpoint": str(self._host.mountpoint),
@@ -152,7 +158,9 @@ class Operations:
             "drain": {
                 "queued_files": files,
                 "queued_bytes": size,
-                "unsynced_bytes": self._host.catalog.unsynced_bytes(self._local()) + sum(opened.values()),
+                "unsynced_bytes": memory + disks,
+                "memory_bytes": memory,
+                "unsynced_disk_bytes": disks,
                 "oldest_age_s": max(0.0, (time.time_ns() - oldest) / 1e9) if oldest else 0.0,
                 "rate_bytes_s": self._migrator.pace.rate,
                 "unsynced_limit": self._host.policy.limits.unsynced,

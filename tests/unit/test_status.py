@@ -10,6 +10,7 @@ import pytest
 import trio
 from assembled import Parts, assemble
 
+from tierfs.cli import render
 from tierfs.fs.caller import Caller
 from tierfs.operations import Json
 from tierfs.types import ROOT_INO, Replica, ReplicaState
@@ -103,3 +104,38 @@ def test_bytes_of_open_files_count_for_placing_the_next(parts: Parts) -> None:
     usage = parts.files.space.usage("memory")
     assert usage.used == 60 << 20
     assert usage.available <= usage.capacity - usage.used
+
+
+def test_what_is_durable_nowhere_is_told_apart_by_what_takes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reboot takes what is in memory alone; what lies on a disk and is not synced it does not take."""
+    parts = assemble(tmp_path, rules='[{match: "*.log", ack: nvme}]')
+
+    def told() -> tuple[int, int, int]:
+        drain = status(parts)["drain"]
+        assert drain["unsynced_bytes"] == drain["memory_bytes"] + drain["unsynced_disk_bytes"]
+        return drain["unsynced_bytes"] // KIB, drain["memory_bytes"] // KIB, drain["unsynced_disk_bytes"] // KIB
+
+    assert told() == (0, 0, 0)
+    begun: list[tuple[int, int]] = []
+
+    async def begin() -> None:
+        begun.extend((write(parts, b"a.log", 16), write(parts, b"f", 64)))
+
+    trio.run(begin)
+    (log, log_fh), (ino, fh) = begun
+    assert told() == (80, 64, 16), "open"
+    parts.files.release(log_fh)
+    parts.files.release(fh)
+    assert told() == (80, 64, 16), "closed"
+    render.status(status(parts))
+    line = "durable nowhere yet: 80KiB (64KiB in memory alone, 16KiB on disks and not synced)"
+    assert line in capsys.readouterr().out
+    durable(parts, ino, "nvme")
+    assert told() == (16, 0, 16)
+    (replica,) = parts.catalog.replicas(log)
+    with parts.catalog.transaction():
+        parts.catalog.put_replica(replica._replace(state=ReplicaState.DURABLE))
+    assert told() == (0, 0, 0)
+    parts.close()

@@ -431,8 +431,8 @@ class Catalog(Deadlines, HeldQueries, Damaged):
         return durable + int(row[0])
 
     def unsynced_bytes(self, tiers: list[str]) -> int:
-        """Bytes of closed current versions that are on one of ``tiers`` and that no persistent tier holds durably;
-        files that the policy keeps in memory count too."""
+        """Bytes of closed current versions that are on one of ``tiers`` and durable nowhere: of memory tiers what a
+        reboot takes, also of files that the policy keeps there; of disks what is not synced yet."""
         marks = ",".join("?" * len(tiers))
         row = self._run(
             "SELECT COALESCE(SUM(i.size), 0) FROM replicas r JOIN inodes i ON i.ino=r.ino AND i.version=r.version"

@@ -141,11 +141,15 @@ def status(mount: Json) -> None:
     say(
         f"drain: {'paused, ' if mount.get('paused') else ''}{drain.get('queued_files', 0)} files "
         f"({size(drain.get('queued_bytes'))}) queued, oldest {seconds(drain.get('oldest_age_s'))}, "
-        f"{size(drain.get('rate_bytes_s'))}/s, {size(drain.get('unsynced_bytes'))} only in memory"
+        f"{size(drain.get('rate_bytes_s'))}/s"
+    )
+    say(
+        f"durable nowhere yet: {size(drain.get('unsynced_bytes'))} ({size(drain.get('memory_bytes'))} in memory alone, "
+        f"{size(drain.get('unsynced_disk_bytes'))} on disks and not synced)"
     )
     if drain.get("unsynced_limit") is not None:
         say(
-            f"limit of bytes on no persistent tier: {size(drain['unsynced_limit'])}; "
+            f"limit of bytes in memory alone: {size(drain['unsynced_limit'])}; "
             f"{drain.get('waiting', 0)} files wait, {drain.get('spilled_files', 0)} went one tier down"
         )
     if drain.get("late_files"):
