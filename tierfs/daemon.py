@@ -35,7 +35,7 @@ from tierfs.fuse.device import Device
 from tierfs.fuse.handover import KeeperSession, KeeperState
 from tierfs.fuse.keeper import mount_number, run_keeper, unmount_fuse
 from tierfs.fuse.requests import Requests
-from tierfs.migrator.joining import join
+from tierfs.migrator.joining import claim, join
 from tierfs.migrator.keeping import keep_closed
 from tierfs.migrator.recovery import reclaim_orphans
 from tierfs.migrator.rollback import recover_lost_memory
@@ -103,8 +103,10 @@ class Daemon:
         try:
             self.catalog = self._open_catalog(first)
             if first:
-                self.tiers.check_catalog(self.catalog.uuid, self._known_tiers(), claim=True)
+                claim(self.catalog, self.policy, self.tiers)
                 CatalogCopies(self.tiers.tree).forget_clean()
+            else:
+                self.tiers.tree.note(self.catalog.logged)
         except TierfsError:
             if first:
                 self.tiers.take_back()
@@ -201,11 +203,6 @@ class Daemon:
 
     def _keep_catalog(self, copies: CatalogCopies) -> None:
         keep_closed(self.catalog.path, self.catalog.uuid, self.catalog.seq, copies)
-
-    def _known_tiers(self) -> set[str]:
-        """Persistent tiers on which the catalog has something."""
-        lasting = {tier.name for tier in self.policy.tiers if tier.persistent}
-        return self.catalog.known_tiers(self.policy.tiers[-1].name) & lasting
 
     def _take_over(
         self, files: OpenFiles, names: Namespace, backing: BackingIds | None, storing: Callable[[int, int], bool]

@@ -537,6 +537,17 @@ class Catalog(Deadlines, HeldQueries, Damaged):
         """The last operation that the archive has followed; 0: none."""
         return self._meta("archived") or 0
 
+    @property
+    def logged(self) -> tuple[int, int]:
+        """(number of a log, bytes in it): so far the archive's log of batches is at least; (0, 0): nothing is known."""
+        number, _, size = str(self._meta("logged") or "0 0").partition(" ")
+        return (int(number), int(size)) if number.isdecimal() and size.isdecimal() else (0, 0)
+
+    def put_logged(self, logged: tuple[int, int]) -> None:
+        """Only what is there, synced, may be said to be."""
+        if logged != self.logged:
+            self._write("INSERT OR REPLACE INTO meta VALUES ('logged', ?)", (f"{logged[0]} {logged[1]}",))
+
     def last_operation(self) -> int:
         """Sequence number of the newest operation, 0 when the oplog is empty."""
         row = self._run("SELECT MAX(seq) FROM oplog").fetchone()

@@ -12,6 +12,7 @@ CREATE TABLE meta (
                                         -- 'clean' (1: closed by whoever had it open, 0: in use or crashed)
                                         -- 'boot' (the kernel's boot id when it was last opened)
                                         -- 'archived' (last seq of the oplog that the archive has followed)
+                                        -- 'logged' ("number bytes": the archive's log of batches is so far at least)
                                         -- 'drains' (rules and tiers that every file's queued copies follow)
     value NOT NULL
 ) WITHOUT ROWID;

@@ -21,6 +21,7 @@ from tierfs.tiers.base import OWNER, ReplicaStore
 from tierfs.tiers.copy import digest_file
 from tierfs.tiers.root import RESERVED
 from tierfs.tiers.tree import TreeStore
+from tierfs.tiers.walk import walk
 from tierfs.types import Replica, ReplicaState
 
 Problem = dict[str, str]
@@ -47,6 +48,9 @@ def check_all(policy: Policy, progress: Progress, *, data: bool = False) -> list
             tiers.check_catalog(catalog.uuid, (), claim=False)
             loss = find_loss(catalog, policy, tiers.stores)
             problems = broken = check_catalog(catalog, progress)
+            if tiers.tree.position() < catalog.logged:
+                what = "an older copy of the archive; mount the archive itself, or, if this is all, use --repair"
+                problems = [*problems, {"severity": "error", "what": what, "path": str(tiers.tree.root)}]
             problems = problems + _check_bytes(catalog, tiers.stores, tiers.tree, progress, loss.gone)
             if catalog.drains == drains_of(policy):  # else the next mount queues what the rules want of every file
                 problems += check_queued(catalog, policy)
@@ -167,6 +171,22 @@ def _archive(catalog: Catalog, tree: TreeStore, published: Iterable[PublishedNam
             if archived and replica.size != status.st_size:
                 what = f"archive has {status.st_size} bytes, not {replica.size}"
                 problems.append({"severity": "error", "what": what, "path": shown})
+    return problems
+
+
+def check_strays(catalog: Catalog, tree: TreeStore) -> list[Problem]:
+    """What stands on the archive under a name that it should not have; of a directory not what is in it."""
+    rows = catalog.all_published()
+    known = {path for row in rows if (path := catalog.published_path(row.parent, row.name)) is not None}
+    problems, strays = [], set()
+    for standing in walk(tree):
+        if standing.path[:-1] in strays:
+            strays.add(standing.path)
+        elif standing.path not in known:
+            strays.add(standing.path)
+            shown = f"{tree.root}/{b'/'.join(standing.path).decode(errors='replace')}"
+            what = "was renamed or deleted since this copy of the archive was made, or is nobody's; move it away"
+            problems.append({"severity": "error", "what": what, "path": shown})
     return problems
 
 

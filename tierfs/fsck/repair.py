@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tierfs.catalog import MendableCatalog, PublishedName
 from tierfs.errors import ContentMissing, SourceChanged, TierError
-from tierfs.fsck.check import archive_paths, check_tiers, has_digest, open_replica
+from tierfs.fsck.check import archive_paths, check_strays, check_tiers, has_digest, open_replica
 from tierfs.fsck.memory import memory_is_lost, take_back
 from tierfs.fsck.session import Progress, Report, catalog_path, has_catalog, opened
 from tierfs.migrator.archive import Archive
@@ -43,8 +43,15 @@ def repair_all(policy: Policy, progress: Progress, *, data: bool = False) -> Rep
             copies = CatalogCopies(tiers.tree)
             copies.forget_clean()
             report = Report()
-            Repair(catalog, policy, tiers, copies, report, progress, data=data).run()
-            report.problems = check_tiers(catalog, tiers.stores, tiers.tree, progress, data=data)
+            older = tiers.tree.position() < catalog.logged
+            if older:
+                report.did("the archive is an older copy of itself: read and compared", str(tiers.tree.root))
+            Repair(catalog, policy, tiers, copies, report, progress, data=data, older=older).run()
+            report.problems = check_tiers(catalog, tiers.stores, tiers.tree, progress, data=data or older)
+            if older:
+                report.problems += check_strays(catalog, tiers.tree)
+                with catalog.transaction():
+                    catalog.put_logged(tiers.tree.position())
         finally:
             catalog.close()
         keep_closed(catalog.path, catalog.uuid, catalog.seq, copies)
@@ -60,6 +67,8 @@ class Repair:
     report: Report
     progress: Progress
     data: bool = False
+    older: bool = False
+    """The archive is a copy that was made before the catalog's last batches: nothing there is taken on trust."""
 
     def __post_init__(self) -> None:
         self.stores: dict[str, ReplicaStore] = self.tiers.stores
@@ -306,10 +315,10 @@ class Repair:
         self.report.did(what, self._shown(ino), kind)
 
     def _archive_data(self) -> None:
-        """With ``data`` of all files, else of those that a scrub listed."""
+        """With ``data``, or on an older copy, of all files, else of those that a scrub listed."""
         damaged = ((found.ino, found.version) for found in self.catalog.damaged() if found.tier == self.archive_name)
         listed = [r for ino, version in damaged if (r := self.catalog.replica(ino, version, self.archive_name))]
-        for replica in self.catalog.replicas_on(self.archive_name) if self.data else listed:
+        for replica in self.catalog.replicas_on(self.archive_name) if self.data or self.older else listed:
             attributes = self.catalog.attributes(replica.ino)
             if attributes is None or not self._is_wrong(replica):
                 continue

@@ -248,6 +248,8 @@ class Archive:
                     self.catalog.drop_deadline(replica.ino)
             self.catalog.drop_operations(batch.last, batch.ahead)
             self.catalog.drop_intent()
+            if self.copies is not None and self.copies.reached is not None:
+                self.catalog.put_logged(self.copies.reached)
         self.pending = None
         self._settled += batch.exchanges
         reach(At.PUBLISH_RECORDED)

@@ -1,4 +1,5 @@
-"""The migrator and the open files of one catalog, each knowing the other."""
+"""What belongs to one catalog, joined: the tiers with its files; the migrator and the open files, each knowing the
+other."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from tierfs.fs.space import Space
 from tierfs.migrator.migrator import Migrator
 from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy
+from tierfs.tiers.assembly import Tiers
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.memory import MemoryMount
 from tierfs.tiers.tree import TreeStore
@@ -46,3 +48,20 @@ def join(
     )
     migrator.serve(files, mounts)
     return migrator, files
+
+
+def claim(catalog: Catalog, policy: Policy, tiers: Tiers) -> None:
+    """Make sure that the tiers are those that the catalog knows, each as far as it knows it; those that belong to
+    nobody become its own. Blocks on them. Raises TierError, CatalogError."""
+    archive = policy.tiers[-1].name
+    known = catalog.known_tiers(archive) & {tier.name for tier in policy.tiers if tier.persistent}
+    if tiers.tree.owner() is None and catalog.logged != (0, 0):
+        # A new archive, on which nothing has happened yet. The catalog must say so before the archive is its own:
+        # a crash between the two would leave one that is refused as an older copy.
+        tiers.check_catalog(catalog.uuid, known, claim=False)
+        with catalog.transaction():
+            catalog.put_logged((0, 0))
+        catalog.commit()
+        catalog.sync()
+    tiers.check_catalog(catalog.uuid, known, claim=True)
+    tiers.tree.expect(catalog.logged)

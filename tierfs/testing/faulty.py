@@ -27,7 +27,7 @@ S = TypeVar("S")
 
 ENVIRONMENT = "TIERFS_TEST_FAULTS"
 """Directory with the switches of `install`."""
-SPARED = frozenset({"prepare", "check_catalog", "close", "prefix", "journals"})
+SPARED = frozenset({"prepare", "owner", "check_catalog", "expect", "note", "close", "prefix", "journals"})
 """What happens before there is a mount that could bear a fault, and what touches no storage."""
 RAISES_OSERROR = frozenset({"create", "open", "size", "remove", "keys", "usage", "is_written"})
 """Methods of a ReplicaStore that raise OSError as it comes."""

@@ -30,9 +30,9 @@ from tierfs.durable import create_temporary, fsync_directory
 from tierfs.errors import TierError
 from tierfs.points import At, reach
 from tierfs.tiers.base import failing_as, open_directory
+from tierfs.tiers.reached import DIRECTORY_NAME, NAME, Position
 from tierfs.tiers.root import RESERVED, ArchiveRoot
 
-DIRECTORY_NAME = b"catalog"
 FORMAT = 1
 KEPT = 2
 CLEAN = b"clean"
@@ -43,7 +43,6 @@ _CHUNK = 1 << 20
 _RECORD = struct.Struct("<II")
 _LONGEST = 64 << 20
 _COPY = re.compile(r"copy-(\d{1,18})\.json")
-_ANY = re.compile(r"(copy|log)-(\d{1,18})(\.json)?")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -71,6 +70,8 @@ class CatalogCopies:
         self._number: int | None = None
         self.log_bytes = 0
         """Bytes of the current log."""
+        self.reached: Position | None = None
+        """Behind the last batch that was logged; None: none was by this process."""
 
     @contextlib.contextmanager
     def _directory(self, action: str, *, create: bool = False) -> Iterator[int]:
@@ -83,7 +84,7 @@ class CatalogCopies:
             yield fd
 
     def _numbers(self, fd: int) -> set[int]:
-        return {int(match[2]) for name in os.listdir(fd) if (match := _ANY.fullmatch(name))}
+        return {int(match[2]) for name in os.listdir(fd) if (match := NAME.fullmatch(name))}
 
     # writing
 
@@ -110,7 +111,8 @@ class CatalogCopies:
     def append(self, payload: bytes) -> None:
         """Log a batch, synced. Nothing of it stays when this fails. One thread at a time."""
         with self._directory("log a batch", create=True) as directory:
-            name = b"log-%d" % self._begin(directory)
+            number = self._begin(directory)
+            name = b"log-%d" % number
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(name, flags, 0o600, dir_fd=directory)
             try:
@@ -127,6 +129,8 @@ class CatalogCopies:
                 if not before:
                     fsync_directory(directory)
                 self.log_bytes = before + len(record)
+                self.reached = number, self.log_bytes
+                self._tree.note(self.reached)
             finally:
                 os.close(fd)
 
@@ -172,7 +176,7 @@ class CatalogCopies:
     def _rotate(self, directory: int) -> None:
         kept = sorted((manifest.number for manifest in self._manifests(directory)), reverse=True)[:KEPT]
         for name in os.listdir(directory):
-            match = _ANY.fullmatch(name)
+            match = NAME.fullmatch(name)
             # Logs are numbered like the copy that they follow; a copy that failed leaves a log without one.
             if (match and int(match[2]) < min(kept)) or name.startswith("copying."):
                 with contextlib.suppress(FileNotFoundError):

@@ -1,9 +1,9 @@
 """The root of the archive: the one directory that tierfs writes into, and the private ``.tierfs`` in it.
 
 The root may go away and come back while tierfs runs (a server restarts, a mount is lost): ``attach`` looks at the path
-again, and only a directory with this archive's own marker is ever written into. Temporary files are known by name, so
-that a hundred thousand of them may wait without a descriptor each; their names begin with a prefix of this process, by
-which ``sweep`` knows those that an earlier one left.
+again, and only a directory with this archive's own marker is ever written into, and no older copy of it. Temporary
+files are known by name, so that a hundred thousand of them may wait without a descriptor each; their names begin with a
+prefix of this process, by which ``sweep`` knows those that an earlier one left.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tierfs.tiers.base import (
     usage_of,
     write_and_remove,
 )
+from tierfs.tiers.reached import Position, position
 from tierfs.types import Usage
 
 log = logging.getLogger("tierfs.archive")
@@ -64,6 +65,7 @@ class ArchiveRoot:
         self._held: Held | None = None
         self._lock = threading.Lock()
         self._session = secrets.token_hex(4)
+        self._reached: Position = (0, 0)
         self._noted: OrderedDict[tuple[bytes, ...], None] = OrderedDict()
         """Files whose refused attributes were logged."""
 
@@ -86,6 +88,8 @@ class ArchiveRoot:
                     os.fchmod(own, 0o700)
                 if not create:  # before anything is made: this may be somebody else's
                     self._check_same(check_marker(self.name, own, own, self.root / ".tierfs", create=False))
+                    if position(own) < self._reached:
+                        raise TierError(f"tier {self.name}: an older copy of the archive lies at {self.root} now")
                 tmp = open_directory(b"tmp", own)
                 undo.callback(os.close, tmp)
                 if create:
@@ -109,6 +113,31 @@ class ArchiveRoot:
                 check_owner(self.name, own, self.root / os.fsdecode(RESERVED), catalog, claim=claim, known=known)
             finally:
                 os.close(own)
+
+    def position(self) -> Position:
+        """How far the log of batches here is: `tierfs.tiers.reached`. Raises TierError."""
+        with failing_as(self.name, f"look at {self.root}"), self.use() as held:
+            own = open_directory(RESERVED, held.root, create=False)
+            try:
+                return position(own)
+            finally:
+                os.close(own)
+
+    def expect(self, reached: Position) -> None:
+        """Refuse an older copy of the archive, in which the log is not so far, now and whenever the root is opened
+        again. Raises TierError."""
+        if self.position() < reached:
+            raise refusal(
+                self.name,
+                f"{self.root} is an older copy of the archive: what was published since that copy was made is missing. "
+                f"Is a backup mounted in its place? Mount the archive itself; if this is all that is left of it, "
+                f"`tierfs fsck --repair CONFIG` makes there again what the other tiers have, and names the rest",
+            )
+        self.note(reached)
+
+    def note(self, reached: Position) -> None:
+        """The log is so far: see `expect`. Looks at nothing."""
+        self._reached = reached
 
     def owner(self) -> str | None:
         """See `read_owner`. Raises TierError."""
