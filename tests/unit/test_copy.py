@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import os
 import random
 import tempfile
@@ -243,6 +245,41 @@ def test_source_truncated_again_and_again_while_copied(memory: Path, files: File
         stop.set()
         thread.join()
         os.close(src)
+
+
+@pytest.mark.parametrize("stable", [True, False])
+@pytest.mark.parametrize("size", [100, CHUNK + 1, 8 * CHUNK])
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_copy_that_fails_lets_go_of_its_source_at_once(
+    monkeypatch: pytest.MonkeyPatch, memory: Path, files: Files, size: int, stable: bool, streams: int
+) -> None:
+    """What is deleted meanwhile would keep its room in memory for as long as anything knows its bytes, and that may be
+    until garbage is collected."""
+    src, temp = make(memory, b"x" * size), files.temp()
+    inode = os.fstat(src).st_ino
+
+    def refuse(self: copying.Destination, data: memoryview | bytes, offset: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(copying.Destination, "write", refuse)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(OSError, match="full"):
+            copy_file(src, temp, size, streams=streams, stable=stable)
+        with pytest.raises(SourceChanged):
+            copy_file(src, temp, size, streams=streams, stable=stable, cancelled=lambda: True)
+        os.close(src)
+        left = [fd for fd in os.listdir("/proc/self/fd") if _inode(int(fd)) == inode]
+    finally:
+        gc.enable()
+    assert left == []
+
+
+def _inode(fd: int) -> int | None:
+    with contextlib.suppress(OSError):
+        return os.fstat(fd).st_ino
+    return None
 
 
 def test_cancelled_and_throttled(memory: Path, files: Files) -> None:

@@ -97,6 +97,15 @@ class _Call(Generic[T]):
                 self._clear()
                 self._back()
 
+    def outcome(self) -> Callable[[], T]:
+        """What gives the result, or raises what the call raised, when it is called, once. With an error that is raised
+        through `trio.to_thread.run_sync` what its frames hold would stay until garbage is collected."""
+        try:
+            result = self()
+        except BaseException as error:
+            return _raiser(error)
+        return lambda: result
+
     def leave(self) -> bool:
         """Nobody waits any more: whether a thread is in there."""
         with self._lock:
@@ -155,10 +164,11 @@ class Lane:
             if beat is not None:
                 beat.begin(scope, seconds)
             try:
-                return await trio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
+                outcome = await trio.to_thread.run_sync(call.outcome, abandon_on_cancel=True, limiter=self._limiter)
             except trio.Cancelled:
                 self.given_up += call.leave()
                 raise
+            return outcome()
         raise self.silence(what, f"no answer for {seconds:g} s")
 
     async def endure(self, work: Callable[[], T], what: str, complain: Callable[[TierError], object], beat: Beat) -> T:
@@ -232,8 +242,14 @@ class Lane:
 
 
 def _raiser(error: BaseException) -> Callable[[], Any]:
+    """To be called once: afterwards nothing but who caught the error keeps it, and what its frames hold."""
+
     def again() -> Any:
-        raise error
+        nonlocal error
+        try:
+            raise error
+        finally:
+            del error
 
     return again
 

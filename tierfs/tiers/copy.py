@@ -176,6 +176,8 @@ def _mapping(fd: int, size: int, reading: Reading | None) -> Iterator[Mapped | N
         yield Mapped(view, reading or Reading())
     finally:
         view.release()
+        with contextlib.suppress(BufferError):  # an error's frames may still look at it
+            mapping.close()
 
 
 def data_end(fd: int, start: int) -> int:
@@ -359,7 +361,10 @@ def _each(
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0]
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # its frames know this list: what they hold, the source's bytes among it, would stay
 
 
 def copy_file(
