@@ -378,10 +378,15 @@ class Database:
     def checkpoint(self) -> None:
         """Fold a WAL that grew large into the database; call it right after `sync`, from the event loop. CatalogError
         when the disk is full: it goes on in the WAL."""
-        if not self._frozen and self._wal.stat().st_size > CHECKPOINT_BYTES:
+        if not self._frozen and self.overgrown:
             self.commit()
             self._fold()
         self._reserve.take(SPARE)
+
+    @property
+    def overgrown(self) -> bool:
+        """Whether the WAL is so large that it is worth folding. Whoever opens the catalog next reads all of it."""
+        return self._wal.exists() and self._wal.stat().st_size > CHECKPOINT_BYTES
 
     def freeze(self) -> Frozen:
         """Leave what is committed now where it is, so that a thread can copy it (`snapshot`), until `thaw`.

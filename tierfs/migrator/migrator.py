@@ -225,8 +225,11 @@ class Migrator:
 
     async def _sync_now_and_then(self) -> None:
         failing = False
+        # Daemons that are killed again and again within the first seconds would let the WAL grow without end.
+        pause = 0.0 if self.catalog.overgrown else SYNC_SECONDS
         while True:
-            await trio.sleep(SYNC_SECONDS)
+            await trio.sleep(pause)
+            pause = SYNC_SECONDS
             try:
                 await self.sync()
                 self.catalog.checkpoint()
