@@ -24,6 +24,7 @@ from tierfs.errors import NotDurableInTime, UsageError
 from tierfs.fs.namespace import Namespace
 from tierfs.fs.space import DoesNotAnswer, Space
 from tierfs.fuse.handover import KeeperSession
+from tierfs.migrator.circle import stuck_file
 from tierfs.migrator.migrator import Migrator
 from tierfs.policy.load import load_policy
 from tierfs.policy.model import Policy
@@ -173,7 +174,13 @@ class Operations:
             "damaged": self._damaged(),
             "scrub": [self._scrub_of(tier.name) for tier in self._host.policy.tiers if tier.persistent],
             "held_deletes": dict(zip(("files", "bytes"), self._migrator.held.sums(), strict=True)),
+            "stuck": self._stuck(),
         }
+
+    def _stuck(self) -> Json | None:
+        """The file that held deletes wait for while no tier has room for it before they are done."""
+        stuck = stuck_file(self._migrator)
+        return {"path": self._migrator.flusher.path(stuck.ino), "bytes": stuck.size} if stuck else None
 
     def _damaged(self) -> Json:
         """Replicas that do not have their bytes and could not be replaced."""

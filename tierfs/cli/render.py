@@ -160,6 +160,11 @@ def status(mount: Json) -> None:
     held = mount.get("held_deletes") or {}
     if held.get("files"):
         say(f"held deletes: {held['files']} files ({size(held.get('bytes'))}) until what was closed before is durable")
+    if stuck := mount.get("stuck"):
+        say(
+            f"deletes make no room: what was deleted stays until {stuck.get('path')} ({size(stuck.get('bytes'))}) is "
+            "durable, and no tier has room for that; give a tier room, or delete that file"
+        )
     rows = [
         [
             tier.get("name"),

@@ -54,9 +54,18 @@ class Evictor:
         """Evict clean replicas, oldest first and whatever the watermarks say, until ``size`` bytes fit: whether any
         went. Raises OSError when the tier does not answer."""
         usage = self._host.files.space.outlook(tier)
-        aim = max(0.0, (usage.capacity - size) / usage.capacity - SLACK) if usage.capacity else 0.0
+        aim = 0.0
+        if usage.capacity:
+            missing = size + SLACK * usage.capacity - usage.available  # others may have files there, too
+            left = min(usage.capacity - size - SLACK * usage.capacity, usage.used - missing)
+            aim = max(0.0, left / usage.capacity)
         chosen = plan_evict(usage, -1.0, min(aim, self._host.policy.tier(tier).low), self._clean(tier))
         return any([self.evict(c.ino, c.version, tier) for c in chosen])
+
+    def could_make_room(self, tier: str, size: int) -> bool:
+        """Whether `make_room` could make as much as that. Raises OSError when the tier does not answer."""
+        usage = self._host.files.space.outlook(tier)
+        return size - usage.available <= sum(chosen.size for chosen in plan_evict(usage, -1.0, -1.0, self._clean(tier)))
 
     def wanted(self) -> bool:
         """Whether a growing file has filled a tier to its high watermark, long before its close tells."""

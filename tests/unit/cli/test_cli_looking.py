@@ -26,6 +26,17 @@ def test_status_lists_and_shows(daemon: FakeDaemon, mnt: Path, capsys: Capture) 
     assert json.loads(capsys.readouterr().out) == [daemon.answers["status"]]
 
 
+def test_status_says_that_deletes_wait_in_a_circle(daemon: FakeDaemon, mnt: Path, capsys: Capture) -> None:
+    assert run("status", mnt) == 0
+    assert "deletes make no room" not in capsys.readouterr().out
+    answer = daemon.answers["status"]
+    assert isinstance(answer, dict)
+    daemon.answers["status"] = answer | {"stuck": {"path": "run/model.pt", "bytes": 3 << 20}}
+    assert run("status", mnt) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "what was deleted stays until run/model.pt (3MiB) is durable" in out
+
+
 def test_what_scripts_ask_often_loads_no_more_than_it_needs(daemon: FakeDaemon) -> None:
     """Each is another second of all the ranks of a training job."""
     script = """
