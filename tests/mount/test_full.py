@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import time
 from collections.abc import Iterator
@@ -218,3 +219,30 @@ def test_a_save_waits_for_room_that_drains_make(mounter: Mounter, mode: str, tmp
         mnt.flush()
         for number in range(20):
             assert (mnt.archive / f"{number}.pt").read_bytes() == content(10 * MB)
+
+
+def test_a_cold_file_is_read_while_every_tier_above_the_archive_is_full(
+    mounter: Mounter, mode: str, tmp_path: Path
+) -> None:
+    with tiny(mounter, mode, tmp_path) as mnt:
+        data = content(5 * MB)
+        path = mnt.path / "cold.pt"
+        save(path, data)
+        mnt.flush()
+        for tier in ("memory", "nvme"):
+            mnt.evict(path, tier=tier)
+        with paused(mnt):
+            made = fill_up(mnt)
+            with pytest.raises(OSError, match="No space left"):
+                path.open("ab").close()
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+                assert mapped[:] == data
+                assert path.read_bytes() == data
+                assert tiers_of(mnt, path) == {"archive"}
+                if mode == "passthrough":
+                    mnt.kill_daemon()
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    assert file.read() == data, "with a daemon that took the handle over"
+            for filled, _ in made:
+                filled.unlink()
+        eventually(lambda: path.read_bytes() == data and tiers_of(mnt, path) != {"archive"})

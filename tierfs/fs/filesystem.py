@@ -121,9 +121,14 @@ class Filesystem:
     async def read(self, fh: int, offset: int, length: int) -> bytes:
         """Waits for bytes that are still on their way from a slower tier."""
         inode = self.handle(fh).inode
-        if inode.filling is not None:
-            await inode.filling.wait(offset, length)
-        return await self.files.local.read(inode.replica.tier, inode.fd, length, offset)
+        while True:
+            filling = inode.filling
+            found = await filling.wait(offset, length) if filling is not None else None
+            if found is None:
+                found = await self.files.local.read(inode.replica.tier, inode.fd, length, offset)
+                if inode.filling is not filling and inode.filling is not None:
+                    continue  # there was no room for the bytes: what was read is not them
+            return found
 
     async def write(self, fh: int, offset: int, data: bytes) -> int:
         """Bytes written. When the file's tier is full the file goes on one tier further down."""

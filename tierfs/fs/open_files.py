@@ -240,7 +240,12 @@ class OpenFiles:
             if local is None or (
                 writes and local.tier not in self.ack_tiers(rule)[:1] and self._must_keep(local, rule)
             ):
-                local = await self.recall(attributes, rule.ack, avoid)
+                try:
+                    local = await self.recall(attributes, rule.ack, avoid, modest=not writes)
+                except FsError as error:
+                    if writes or error.errno != errno.ENOSPC:
+                        raise
+                    return self._attach_filling(attributes, rule, role)
             try:
                 fd = await self.local.open(local, elsewhere=self._elsewhere(local, avoid))
             except (OSError, TierError) as error:
@@ -325,6 +330,12 @@ class OpenFiles:
         if inode is not None and inode.filling is filling:
             inode.replica = replica
             inode.filling = None
+
+    def refilled(self, filling: Filling, successor: Filling) -> None:
+        """There is no room for the bytes: something else takes the place of what should have filled the file."""
+        inode = self.inodes.get(successor.replica.ino)
+        if inode is not None and inode.filling is filling:
+            inode.filling = successor
 
     def _must_keep(self, local: Replica, rule: Rule) -> bool:
         """Whether writing into this replica would destroy a durable version further down than the ack tier."""

@@ -11,6 +11,9 @@ stays open, is logged with the file's name, and keeps the file from becoming a r
 A tier that fails is asked again for as long as the file is open, at once when another read comes; a read gives up with
 EIO when nothing has come for the policy's ``limits.read_timeout``.
 
+Where the tier turns out to have no room for the file, it gets back what it gave, and what is read from then on comes
+from where the file stands (`direct`).
+
 The file has a temporary name until it is complete: what a killed daemon leaves goes as such, and the next daemon
 starts the recall of a handle that it took over afresh. An incomplete recall is given up when nobody has the file open
 any more: who reads the header of a file of 100 GB should not fill the memory with it.
@@ -31,14 +34,16 @@ import trio
 
 from tierfs.durable import TemporaryFile
 from tierfs.errors import FsError, SourceChanged, TierError
+from tierfs.fs.mover import FULL
+from tierfs.fs.ports import Filling
 from tierfs.migrator.transfer import STREAMS
+from tierfs.migrator.tries import RETRY_FIRST, RETRY_LAST
 from tierfs.points import At, reach
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.beside import Describe
 from tierfs.tiers.copy import CHUNK, Destination, chunk_digest, read_chunk, tree_digest
 from tierfs.types import Replica
 
-RETRY_FIRST, RETRY_LAST = 0.1, 5.0
 LOST_AFTER = 4
 """Failures to read a chunk, while others come, until it counts as lost."""
 COMPLAINTS = 8
@@ -60,6 +65,9 @@ class Host(Protocol):
 
     def settled(self, replica: Replica) -> None:
         """The recall is over, one way or another: its space need not be reserved any more. Called once."""
+
+    def crowded(self, recall: Recall, source: Replica) -> Filling:
+        """The tier has no room for it: what takes its place for the open file, with its descriptor."""
 
     def superfluous(self, replica: Replica) -> None:
         """Nobody wants the file that was just published: remove it."""
@@ -104,6 +112,9 @@ class Recall:
         self._asked = trio.Event()
         self._poked = trio.Event()
         self._failure: str | None = None
+        self._full = False
+        """The last write to the file found no room."""
+        self._successor: Filling | None = None
         self._trouble = ""
         self._complaints = 0
         self._complete = False
@@ -118,11 +129,11 @@ class Recall:
 
     # for the open file
 
-    async def wait(self, offset: int, length: int) -> None:
-        """Returns when this range is here and known to be right. FsError EIO when it is not to be had."""
+    async def wait(self, offset: int, length: int) -> bytes | None:
+        """None when this range is here and known to be right. FsError EIO when it is not to be had."""
         end = min(offset + length, self.replica.size)
         if offset >= end:
-            return
+            return None
         wanted = slice(offset // CHUNK, -(-end // CHUNK))
         for index in range(wanted.start, wanted.stop):
             if self._states[index] == WANTED and index not in self._demand:
@@ -131,16 +142,21 @@ class Recall:
         self._poked.set()
         self._poked = trio.Event()
         while not self._complete:
+            if self._successor is not None:
+                return await self._successor.wait(offset, length)
             states = self._states[wanted]
             if self._failure is not None or BAD in states:
                 raise FsError(errno.EIO)
             if self.chunks is not None and states.count(HERE) == len(states):
-                return
+                return None
             await self._progress()
+        return None
 
     async def complete(self) -> None:
-        """Returns when the whole file is a replica in the catalog. FsError EIO when it cannot be."""
+        """Returns when the whole file is a replica in the catalog. FsError EIO when it cannot be; ENOSPC."""
         while not self._complete:
+            if self._successor is not None:
+                return await self._successor.complete()
             if self._failure is not None or BAD in self._states or self._stopped:
                 raise FsError(errno.EIO)
             await self._progress()
@@ -328,7 +344,7 @@ class Recall:
         def tries() -> bool:
             nonlocal failures
             failures += 1
-            return failures < LOST_AFTER or self._arrived == others
+            return failures < LOST_AFTER or (self._arrived == others and not self._full)
 
         try:
             if await self._persist(lambda: partial(self._copy, index), tries):
@@ -336,8 +352,19 @@ class Recall:
             what = f"bytes {index * CHUNK} and on are not those that were written; reading them gives EIO"
             self._complain(what, damaged=True)
         except (OSError, TierError) as error:
+            if self._full:
+                self._crowd()
+                return WANTED
             self._complain(f"bytes {index * CHUNK} and on cannot be read: {error}")
         return BAD
+
+    def _crowd(self) -> None:
+        """The tier has no room after all."""
+        if not self._stopped and self.source is not None:
+            self._successor = self.host.crowded(self, self.source)
+            self._stop()
+            self._settle()
+            trio.lowlevel.start_thread_soon(self._leave, lambda outcome: None)
 
     def _copy(self, index: int) -> bool:
         """Copy a chunk, in a thread; False when it is not what was written."""
@@ -348,10 +375,18 @@ class Recall:
             return False
         with self._writing:
             if not self._stopped:
-                self._destination.write(data, offset)
+                self._put(data, offset)
                 self._digests[index] = digest
         reach(At.FILL_FETCHED)
         return True
+
+    def _put(self, data: memoryview, offset: int) -> None:
+        try:
+            self._destination.write(data, offset)
+        except OSError as error:
+            self._full = error.errno in FULL
+            raise
+        self._full = False
 
     async def _finish(self, source: Replica) -> None:
         digest = tree_digest(self._digests)
@@ -362,7 +397,10 @@ class Recall:
             with trio.CancelScope(shield=True):
                 published = await self._in_thread(partial(self._publish, digest))
         except (OSError, TierError) as error:
-            self._complain(f"it cannot stay on tier {self.replica.tier}: {error}")
+            if error.errno in FULL:
+                self._crowd()
+            else:
+                self._complain(f"it cannot stay on tier {self.replica.tier}: {error}")
             return
         if not self._stopped:
             self._complete = True

@@ -1,11 +1,13 @@
 """Recall: bytes of a cold file come up to a local tier, as a whole (`Recaller.recall`) before an open returns, or while
-the file is open already (`Recaller.fill`, see `gradual`). Either way nobody sees a byte that was not checked.
+the file is open already (`Recaller.fill`, see `gradual`). Where no tier has room for them they are read where they
+stand (see `direct`). In no way does anybody see a byte that was not checked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import threading
@@ -18,15 +20,19 @@ import trio
 from tierfs.catalog import Catalog
 from tierfs.errors import DigestMismatch, FsError, TierError
 from tierfs.fs.lanes import Lanes
+from tierfs.fs.mover import FULL
 from tierfs.fs.open_files import GRADUAL, OpenFiles
+from tierfs.fs.ports import Filling
 from tierfs.migrator.archive import Archive
 from tierfs.migrator.describe import beside
+from tierfs.migrator.direct import Direct, Kept, placeholder
 from tierfs.migrator.evict import Evictor
 from tierfs.migrator.gradual import Recall
 from tierfs.migrator.outage import Outages
 from tierfs.migrator.scrub import Scrubber
 from tierfs.migrator.steps import Path
 from tierfs.migrator.transfer import recall_file
+from tierfs.migrator.tries import Tries
 from tierfs.points import At, reach
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
@@ -68,6 +74,8 @@ class Recaller:
         self._patience = host.policy.limits.read_timeout
         self._nursery: trio.Nursery | None = None
         self._waiting: list[Recall] = []
+        self._kept = Kept()
+        self._numbers = itertools.count()
 
     async def run(self) -> None:
         """Serve `fill` until cancelled."""
@@ -80,45 +88,69 @@ class Recaller:
 
     # whole
 
-    async def recall(self, attributes: Attributes, tier: str, avoid: Collection[str] = ()) -> Replica:
+    async def recall(
+        self, attributes: Attributes, tier: str, avoid: Collection[str] = (), *, modest: bool = False
+    ) -> Replica:
         """Bring the current version to ``tier``, or a slower local one when that is full; from and to tiers other than
-        those to ``avoid``. FsError: ENOENT when the file is deleted meanwhile, EIO when no replica of it can be read.
+        those to ``avoid``. FsError: ENOENT when the file is deleted meanwhile, EIO when no replica of it can be read,
+        ENOSPC when there is no room for it, with ``modest`` not even below what the policy plans for the tiers.
         """
-        host = self._host
+        tries = Tries(self._patience, f"inode {attributes.ino}: no replica of version {attributes.version}")
         candidates = self._candidates(tier, avoid)
-        failed: set[tuple[str, str]] = set()
-        why = f"inode {attributes.ino}: no replica of version {attributes.version}"
-        while sources := [r for r in self._sources(attributes) if not (r.tier in avoid or (r.tier, r.key) in failed)]:
-            source, paths = sources[0], host.archive.paths(attributes.ino)
-            chosen = host.files.space.choose(candidates, source.size)
-            if here := [r for r in sources if r.tier == chosen]:
-                return here[0]
-            try:
-                try:
-                    replica = self._enter(await self._recall_from(source, attributes.mtime_ns, chosen))
-                except TierError as error:
-                    if error.errno != errno.ENOSPC or not await self._make_room(candidates, source.size):
-                        raise
-                    chosen = host.files.space.choose(candidates, source.size)
-                    replica = self._enter(await self._recall_from(source, attributes.mtime_ns, chosen))
-            except (TierError, DigestMismatch) as error:
+        while True:
+            while sources := [r for r in self._sources(attributes) if r.tier not in avoid and tries.may(r)]:
+                found = await self._try(sources, candidates, attributes, tries, modest=modest)
+                if found is not None:
+                    return found
                 if self._deleted(attributes.ino):
-                    break
-                if self._moved(source, paths):
-                    continue
-                why = str(error)
-                failed.add((source.tier, source.key))
-                if not host.catalog.is_damaged(source):
-                    verdict = isinstance(error, DigestMismatch) and host.scrubber.suspect(source)
-                    log.log(logging.INFO if verdict else logging.ERROR, "%s", error)
-                    host.outages.last_errors[source.tier] = why
-                continue
-            if host.catalog.is_damaged(source):
-                host.scrubber.right_again(source)
-            return replica
-        if self._deleted(attributes.ino):
-            raise FsError(errno.ENOENT)
-        raise FsError(errno.EIO, why)
+                    raise FsError(errno.ENOENT)
+            if self._deleted(attributes.ino):
+                raise FsError(errno.ENOENT)
+            if not await tries.again():
+                break
+        if tries.passing:
+            log.error("%s; given up", tries.why)
+        raise FsError(tries.code, tries.why)
+
+    async def _try(
+        self, sources: list[Replica], candidates: list[str], attributes: Attributes, tries: Tries, *, modest: bool
+    ) -> Replica | None:
+        """Recall from the first of ``sources``. None when that failed, which ``tries`` knows, or when it is elsewhere
+        by now. FsError: ENOSPC, or ENOENT when the file is deleted."""
+        host, space = self._host, self._host.files.space
+        source, paths = sources[0], host.archive.paths(attributes.ino)
+        chosen = space.choose(candidates, source.size)
+        if here := [r for r in sources if r.tier == chosen]:
+            return here[0]
+        if modest and not self._fits(chosen, source.size):
+            if not await self._make_room(candidates, source.size):
+                raise FsError(errno.ENOSPC)
+            chosen = space.choose(candidates, source.size)
+        try:
+            try:
+                replica = self._enter(await self._recall_from(source, attributes.mtime_ns, chosen))
+            except TierError as error:
+                if error.errno not in FULL or not await self._make_room(candidates, source.size):
+                    raise
+                chosen = space.choose(candidates, source.size)
+                replica = self._enter(await self._recall_from(source, attributes.mtime_ns, chosen))
+        except TierError as error:
+            if not self._deleted(attributes.ino) and not self._moved(source, paths):
+                full = error.errno in FULL and (modest or not self._fits(chosen, source.size))
+                passes = tries.failed(source, error, full=full)
+                if not full:
+                    self._blame(source, error, passes=passes)
+            return None
+        if host.catalog.is_damaged(source):
+            host.scrubber.right_again(source)
+        return replica
+
+    def _blame(self, source: Replica, error: TierError, *, passes: bool) -> None:
+        host = self._host
+        if not host.catalog.is_damaged(source):
+            verdict = isinstance(error, DigestMismatch) and host.scrubber.suspect(source)
+            log.log(logging.INFO if verdict or passes else logging.ERROR, "%s", error)
+            host.outages.last_errors[source.tier] = str(error)
 
     def _deleted(self, ino: int) -> bool:
         """Whether the file lost its last name: what the tiers held of it is going, or gone."""
@@ -134,13 +166,21 @@ class Recaller:
             return True
         return source.tier == host.archive_name and host.archive.paths(source.ino) != paths
 
+    def _fits(self, tier: str, size: int) -> bool:
+        return self._host.files.space.fits([tier], size)
+
     async def _make_room(self, tiers: list[str], size: int) -> bool:
-        """Evict on the first tier that has something to evict. A read must not fail while clean copies fill a tier."""
+        """Evict on the first tier where that makes enough room. A read must not fail while clean copies fill a tier."""
         for tier in tiers:
-            with contextlib.suppress(OSError):
-                if self._host.evictor.make_room(tier, size):
-                    await self._host.remove_discarded()
-                    return True
+            if self._evict_for(tier, size):
+                await self._host.remove_discarded()
+                return True
+        return False
+
+    def _evict_for(self, tier: str, size: int) -> bool:
+        """Whether there is room on the tier once what was evicted is removed."""
+        with contextlib.suppress(OSError):
+            return self._host.evictor.could_make_room(tier, size) and self._host.evictor.make_room(tier, size)
         return False
 
     def _sources(self, attributes: Attributes) -> list[Replica]:
@@ -266,33 +306,53 @@ class Recaller:
             with self._host.catalog.transaction():
                 self._host.catalog.put_chunks(source.ino, source.version, digests)
 
-    def fill(self, attributes: Attributes, tier: str) -> Recall:
-        """Begin to recall the current version. Raises OSError, TierError when there is no file to be filled."""
+    def fill(self, attributes: Attributes, tier: str) -> Filling:
+        """Begin to recall the current version, or, where it has no room, to read it where it stands. Raises OSError,
+        TierError when there is no file to be filled."""
         host = self._host
         sources = self._sources(attributes)
         source = sources[0] if sources else None
-        chosen = host.files.space.choose(self._candidates(tier), attributes.size)
-        key = host.files.new_key(attributes.ino)
-        temp = host.stores[chosen].temporary(key)
+        candidates, size = self._candidates(tier), attributes.size
+        chosen = host.files.space.choose(candidates, size)
+        if not self._fits(chosen, size):
+            chosen = next((name for name in candidates if self._evict_for(name, size)), "")
+        wanted = Replica(
+            attributes.ino,
+            attributes.version,
+            chosen or candidates[0],
+            ReplicaState.WRITTEN,
+            host.files.new_key(attributes.ino),
+            size,
+            None,
+        )
+        if chosen or source is None:
+            try:
+                return self._fill(source, wanted, attributes.mtime_ns)
+            except (OSError, TierError) as error:
+                if source is None or error.errno not in FULL:
+                    raise
+        return self._direct(source, wanted, placeholder(size))
+
+    def _fill(self, source: Replica | None, replica: Replica, mtime_ns: int) -> Recall:
+        host, store = self._host, self._host.stores[replica.tier]
+        temp = store.temporary(replica.key)
         try:
-            os.ftruncate(temp.fd, attributes.size)
+            os.ftruncate(temp.fd, replica.size)
         except BaseException:
             temp.discard()
             raise
-        host.files.space.reserve(chosen, attributes.size)
+        host.files.space.reserve(replica.tier, replica.size)
         reach(At.FILL_BEGUN)
         recall = Recall(
             source=source,
-            replica=Replica(
-                attributes.ino, attributes.version, chosen, ReplicaState.WRITTEN, key, attributes.size, None
-            ),
-            mtime_ns=attributes.mtime_ns,
-            store=host.stores[chosen],
+            replica=replica,
+            mtime_ns=mtime_ns,
+            store=store,
             temp=temp,
             chunks=self._chunks(source) if source else None,
-            describe=self._describe(source, chosen) if source else None,
+            describe=self._describe(source, replica.tier) if source else None,
             host=self,
-            limiter=self._limiters[source.tier if source else chosen],
+            limiter=self._limiters[source.tier if source else replica.tier],
             patience=self._patience,
         )
         if self._nursery is None:
@@ -300,6 +360,41 @@ class Recaller:
         else:
             self._nursery.start_soon(recall.run)
         return recall
+
+    def _direct(self, source: Replica, replica: Replica, fd: int) -> Direct:
+        log.info("no tier has room for inode %d: it is read from tier %s", source.ino, source.tier)
+        return Direct(
+            source=source,
+            replica=replica,
+            fd=fd,
+            chunks=self._chunks(source),
+            host=self,
+            limiter=self._limiters[source.tier],
+            patience=self._patience,
+            kept=self._kept,
+            number=next(self._numbers),
+        )
+
+    def crowded(self, recall: Recall, source: Replica) -> Filling:
+        empty = placeholder(source.size)
+        os.dup2(empty, recall.fd, inheritable=False)
+        os.close(empty)
+        direct = self._direct(source, recall.replica, recall.fd)
+        self._host.files.refilled(recall, direct)
+        return direct
+
+    async def whole(self, replica: Replica) -> tuple[Replica, int]:
+        attributes = self._host.catalog.attributes(replica.ino)
+        if attributes is None:
+            raise FsError(errno.ENOENT)
+        found = await self.recall(attributes, replica.tier)
+        return found, await self._host.files.local.open(found, elsewhere=False)
+
+    def empty(self, replica: Replica) -> int:
+        return self._host.files.local.create(replica.tier, replica.key)
+
+    def brought(self, direct: Direct, replica: Replica) -> None:
+        self._host.files.filled(direct, replica)
 
     def locate(self, source: Replica) -> Callable[[], int]:
         return self.opener(source)
