@@ -99,12 +99,13 @@ def read_tree(top: Path, lost: set[str] | None = None) -> dict[str, Content | No
 
 
 def fsck(config: Path, lost: set[str]) -> list[dict[str, str]]:
-    """What it finds, but for the names of the files that are ``lost``, and the memory that is unmounted again."""
+    """What it finds, but for the names of the files that are ``lost``, the memory that is unmounted again, and copies
+    that the mount had not recorded when it was killed."""
     problems: list[dict[str, str]] = json.loads(run_cli("fsck", "--json", config).out)
     return [
         problem
         for problem in problems
-        if problem["path"].split(" (inode")[0] not in lost and problem["severity"] != "memory"
+        if problem["path"].split(" (inode")[0] not in lost and problem["severity"] not in ("memory", "orphan")
     ]
 
 
