@@ -26,7 +26,7 @@ from tierfs.errors import MountError, NotDurableInTime, TierfsError, UsageError
 CONNECT_SECONDS = 5.0
 """How long a daemon that is being restarted may take to answer again."""
 STOPPED_SECONDS = 2.0
-"""How long a daemon may be stopped (SIGSTOP) until a call with a timeout gives up before that."""
+"""How long a daemon may be stopped (SIGSTOP), or dead and not gone, until a call with a timeout gives up early."""
 LINKS_MAX = 40
 """Symlinks followed in one path, as many as the kernel follows."""
 _ATTEMPTS = 3
@@ -209,13 +209,13 @@ def _converse(
 
 
 def _receive(connection: socket.socket, record: MountRecord, deadline: float | None) -> bytes:
-    """The next bytes. With a deadline also TimeoutError, when that has passed or the daemon is stopped."""
+    """The next bytes. With a deadline also TimeoutError, when that has passed or the daemon is stopped or dead."""
     while True:
         connection.settimeout(_patience(deadline))
         try:
             return connection.recv(1 << 16)
         except TimeoutError:
-            if _stopped(record):
+            if _stopped(record) or _straggles(record):
                 raise
 
 
@@ -233,6 +233,16 @@ def _stopped(record: MountRecord) -> bool:
     return process_state(record.daemon_pid) in (b"T", b"t")
 
 
+def _straggles(record: MountRecord) -> bool:
+    """Whether the daemon is dead, and one of its threads in the kernel: it answers nobody and holds its socket open."""
+    if process_state(record.daemon_pid) != b"Z":
+        return False
+    try:
+        return len(os.listdir(f"/proc/{record.daemon_pid}/task")) > 1
+    except OSError:
+        return False
+
+
 def _error(message: str, exit_code: int) -> TierfsError:
     kind = {UsageError.exit_code: UsageError, NotDurableInTime.exit_code: NotDurableInTime}.get(exit_code, TierfsError)
     error = kind(message)
@@ -244,6 +254,11 @@ def _what_now(record: MountRecord) -> str:
     """Where to look when the daemon of a mount does not answer."""
     if _stopped(record):
         return f"its process {record.daemon_pid} is stopped: `kill -CONT {record.daemon_pid}` lets it go on"
+    if _straggles(record):
+        return (
+            f"its process {record.daemon_pid} is dead and waits in the kernel for a tier that does not answer; the "
+            f"next one starts when that does, and files that are open go on meanwhile"
+        )
     return _see_log(record)
 
 

@@ -32,6 +32,8 @@ MAX_CRASHES, CRASH_WINDOW = 10, 60.0
 BACKOFF, MAX_BACKOFF = 0.1, 5.0
 STOP_AGAIN = 1
 """Seconds after which a daemon started while the mount is being stopped is told to stop, too."""
+STRAGGLE_SECONDS = 5.0
+"""Between two looks whether the daemon is dead and not gone. Nothing tells of that, and it is only said."""
 INIT_SECONDS = 10.0
 """How long the kernel may take to begin the conversation; it does so within mount(2)."""
 
@@ -124,6 +126,22 @@ def run_keeper(
     finally:
         unmount_fuse(mountpoint, number)
         os.close(device)
+
+
+def _ends(pid: int, seconds: float) -> bool:
+    """Whether a child ends in time, with all its threads. Raises OSError."""
+    fd = os.pidfd_open(pid)
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+    finally:
+        os.close(fd)
+
+
+def _is_dead(pid: int) -> bool:
+    """Whether the child's first thread has ended. Raises OSError."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
 
 
 class Keeper:
@@ -247,7 +265,24 @@ class Keeper:
             os._exit(code)
 
     def _reap(self) -> int:
-        """Wait for the daemon's end; its exit code, negative for a signal."""
+        """Wait for the daemon's end; its exit code, negative for a signal.
+
+        That is the end of all its threads. One that is in the kernel, in a call into a tier that hangs, cannot be
+        killed before the tier answers. Until then there must be no other daemon: the call may yet take effect, behind
+        what that one would do, and the dead one's locks on the catalog stand (docs/DURABILITY.md)."""
+        with contextlib.suppress(OSError):
+            dead = 0
+            while not _ends(self._daemon, STRAGGLE_SECONDS):
+                dead += _is_dead(self._daemon)
+                if dead != 2:  # at the first look it may be on its way out
+                    continue
+                self._log.warning(
+                    "the daemon (process %d) is dead, but %d of its threads wait in the kernel for a tier that does "
+                    "not answer: the next daemon starts when it does; until then files that are open are read and "
+                    "written, everything else waits",
+                    self._daemon,
+                    len(os.listdir(f"/proc/{self._daemon}/task")) - 1,
+                )
         _, status = os.waitpid(self._daemon, 0)
         self._daemon = 0
         return os.waitstatus_to_exitcode(status)
