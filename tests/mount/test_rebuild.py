@@ -187,3 +187,25 @@ def test_fsck_repair_mends_what_fsck_finds(mounter: Mounter, mode: str) -> None:
         assert look(mnt.path) == before
         mnt.flush()
         eventually(lambda: (mnt.archive / "run" / "latest").is_symlink())
+
+
+def test_an_older_copy_of_the_archive_is_refused_at_the_mount(mnt: TestMount) -> None:
+    """A backup mounted at the archive's path has its marker."""
+    mnt.allow_log = [r"older copy of the archive", r"ended with code 1 before the mount was ready"]
+    (mnt.path / "first.pt").write_bytes(b"1" * MB)
+    mnt.flush()
+    aside, backup = mnt.archive.with_name(mnt.archive.name + "-aside"), mnt.archive.with_name(mnt.archive.name + "-old")
+    shutil.copytree(mnt.archive, backup, symlinks=True)
+    (mnt.path / "second.pt").write_bytes(b"2" * MB)
+    mnt.umount()
+    mnt.archive.rename(aside)
+    backup.rename(mnt.archive)
+    refused = mnt.cli("mount", mnt.config, mnt.path, check=False)
+    checked = mnt.cli("fsck", mnt.config, check=False)
+    shutil.rmtree(mnt.archive)
+    aside.rename(mnt.archive)
+    assert refused.code == checked.code == 1
+    assert "Mount the archive itself" in refused.err
+    assert "older copy of the archive" in checked.out
+    mnt.mount()
+    assert (mnt.path / "second.pt").read_bytes() == b"2" * MB

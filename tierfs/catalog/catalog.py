@@ -537,29 +537,10 @@ class Catalog(Deadlines, HeldQueries, Damaged):
         """The last operation that the archive has followed; 0: none."""
         return self._meta("archived") or 0
 
-    @property
-    def logged(self) -> tuple[int, int]:
-        """(number of a log, bytes in it): so far the archive's log of batches is at least; (0, 0): nothing is known."""
-        number, _, size = str(self._meta("logged") or "0 0").partition(" ")
-        return (int(number), int(size)) if number.isdecimal() and size.isdecimal() else (0, 0)
-
-    def put_logged(self, logged: tuple[int, int]) -> None:
-        """Only what is there, synced, may be said to be."""
-        if logged != self.logged:
-            self._write("INSERT OR REPLACE INTO meta VALUES ('logged', ?)", (f"{logged[0]} {logged[1]}",))
-
     def last_operation(self) -> int:
         """Sequence number of the newest operation, 0 when the oplog is empty."""
         row = self._run("SELECT MAX(seq) FROM oplog").fetchone()
         return row[0] or 0
-
-    def backlog(self) -> tuple[int, int, int]:
-        """(files, bytes, oldest close in ns) whose current version is not on the archive yet; oldest 0 if none."""
-        row = self._run(
-            "SELECT COUNT(*), COALESCE(SUM(i.size), 0), COALESCE(MIN(o.at_ns), 0) FROM oplog o"
-            " JOIN inodes i ON i.ino=o.ino AND i.version=o.arg AND i.nlink>0 WHERE o.kind=5"
-        ).fetchone()
-        return row[0], row[1], row[2]
 
     def put_intent(self, steps: str) -> None:
         """A batch of the archive is about to be carried out, for certain: nothing else happens there before it is."""

@@ -1,4 +1,5 @@
-"""Replicas known to be bad, and how far the scrub of each tier is: the queries of tables `damage` and `scrubs`.
+"""Replicas known to be bad, how far the scrub of each tier is, and how far the archive must be to be the archive: the
+queries of tables `damage` and `scrubs`, and of one entry of `meta`.
 
 A row of `damage` counts only while its replica is in the catalog under the same key and its version is the file's
 current one: what was replaced, rewritten or deleted is not damaged any more, without a statement that says so.
@@ -116,3 +117,14 @@ class Damaged(Database):
 
     def put_scrub(self, scrub: Scrub) -> None:
         self._write("INSERT OR REPLACE INTO scrubs VALUES (?, ?, ?, ?, ?)", tuple(scrub))
+
+    @property
+    def logged(self) -> tuple[int, int]:
+        """(number of a log, bytes in it): so far the archive's log of batches is at least; (0, 0): nothing is known."""
+        number, _, size = str(self._meta("logged") or "0 0").partition(" ")
+        return (int(number), int(size)) if number.isdecimal() and size.isdecimal() else (0, 0)
+
+    def put_logged(self, logged: tuple[int, int]) -> None:
+        """Only what is there, synced, may be said to be."""
+        if logged != self.logged:
+            self._write("INSERT OR REPLACE INTO meta VALUES ('logged', ?)", (f"{logged[0]} {logged[1]}",))

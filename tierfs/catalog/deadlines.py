@@ -1,4 +1,4 @@
-"""Files that should be on the last tier by a certain time: the queries of table `deadlines`.
+"""Files that should be on the last tier by a certain time, the queries of table `deadlines`; and all that are not yet.
 
 A row counts only while its version is the file's current one, which has a name and a replica: what was superseded,
 deleted or lost has no deadline any more, without a statement that says so.
@@ -56,3 +56,11 @@ class Deadlines(Database):
         """The inodes of those, earliest deadline first."""
         sql = f"SELECT l.ino FROM {_VALID} WHERE l.due_ns<? ORDER BY l.due_ns LIMIT ?"
         return [row[0] for row in self._run(sql, (now, limit))]
+
+    def backlog(self) -> tuple[int, int, int]:
+        """(files, bytes, oldest close in ns) whose current version is not on the archive yet; oldest 0 if none."""
+        row = self._run(
+            "SELECT COUNT(*), COALESCE(SUM(i.size), 0), COALESCE(MIN(o.at_ns), 0) FROM oplog o"
+            " JOIN inodes i ON i.ino=o.ino AND i.version=o.arg AND i.nlink>0 WHERE o.kind=5"
+        ).fetchone()
+        return row[0], row[1], row[2]
