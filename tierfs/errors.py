@@ -85,6 +85,13 @@ class DigestMismatch(TierError):
         super().__init__(message, errno=_errno.EIO, temporary=False)
 
 
+class ManifestDamaged(TierError):
+    """A manifest in an archive is not what was written, says what cannot be, or is of a format that is not known."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, errno=_errno.EIO, temporary=False)
+
+
 class SourceChanged(TierError):
     """The file was opened for writing while it was being copied; the copy is void."""
 
