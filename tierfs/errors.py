@@ -99,6 +99,13 @@ class SourceChanged(TierError):
         super().__init__(message, errno=_errno.EAGAIN, temporary=True)
 
 
+class ChunkDamaged(TierError):
+    """What an archive holds of a chunk is not what a codec writes: damaged, or stored by something else."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, errno=_errno.EIO, temporary=False)
+
+
 class FsError(TierfsError):
     """A filesystem operation is refused with a POSIX errno; expected, never logged."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyfastcdc
@@ -53,6 +55,19 @@ def test_scales_grow_with_the_file_and_stay_within_a_chunk() -> None:
     lengths = (1, 4 << 20, 5 << 20, 1 << 30, 2 << 30)
     assert [scale_of(length) for length in lengths] == [FINE, FINE, MIDDLE, MIDDLE, COARSE]
     assert COARSE.most <= MOST
+
+
+def test_nothing_in_chunks_does_input_or_output_or_unpickles() -> None:
+    """Layer 1: values in, values out."""
+    forbidden = {"io", "mmap", "os", "pathlib", "pickle", "shutil", "socket", "sqlite3", "subprocess", "trio"}
+    modules = list((Path(__file__).parents[2] / "tierfs" / "chunks").rglob("*.py"))
+    assert len(modules) > 10
+    for module in modules:
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not forbidden & {name.partition(".")[0] for name in names}, module.name
+            assert not (isinstance(node, ast.Name) and node.id == "open"), module.name
 
 
 def test_the_compiled_scanner_is_there() -> None:

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from tests.unit.checkpoints import safetensors_bytes, torch_bytes
 from tierfs.chunks.formats import archived, npy, pickled, zips
 from tierfs.chunks.formats import safetensors as safetensors_format
+from tierfs.chunks.formats.opcodes import opcodes
 from tierfs.chunks.span import UNKNOWN, Item, Region
 
 DTYPES = {
@@ -298,6 +299,37 @@ def test_no_sequence_of_opcodes_does_harm(choice: random.Random, length: int) ->
         raw += choice.choice((opcode, opcode + b"\1\0\0\0", b"}", b"(", reference))
     found = pickled.storages(memoryview(raw + b"."))
     assert set(found) <= {"7"}
+
+
+THINGS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=4),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(THINGS, st.integers(0, pickle.HIGHEST_PROTOCOL), st.sampled_from((None, collections.OrderedDict, os.path.join)))
+def test_opcodes_are_what_pickletools_says(thing: object, protocol: int, function: object) -> None:
+    """Each with the argument that it has there, or none where nobody asks for it."""
+    raw = pickle.dumps([thing, function], protocol)
+    expected = [(opcode, arg) for opcode, arg, _ in pickletools.genops(raw)]
+    found = list(opcodes(raw))
+    assert [code for code, _ in found] == [ord(opcode.code) for opcode, _ in expected]
+    for (_, value), (opcode, arg) in zip(found, expected, strict=True):
+        if isinstance(arg, str) and opcode.name == "UNICODE":  # of protocol 0, which torch cannot use
+            assert value is not None
+        elif isinstance(arg, str) or (isinstance(arg, int) and abs(arg) < 1 << 64):
+            assert value == arg
+        else:
+            assert value in (None, arg)
+
+
+def test_a_pickle_that_pickletools_warns_of_is_read_without_a_warning() -> None:
+    """Warnings are for the whole process, and filters of warnings are no matter of a thread."""
+    raw = b"S'\\q'\n."
+    with pytest.warns(DeprecationWarning, match="invalid escape"):
+        list(pickletools.genops(raw))
+    assert pickled.storages(memoryview(raw)) == {}
 
 
 @settings(max_examples=200, deadline=None)

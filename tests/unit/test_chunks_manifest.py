@@ -18,11 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.checkpoints import torch_bytes
+from tierfs.chunks.frame import LONGEST_HEADER, header, parse
 from tierfs.chunks.identity import chunk_id
-from tierfs.chunks.manifest import CHUNK_LIMIT, Chunk, Manifest, Run, decode, encode, runs
+from tierfs.chunks.manifest import CHUNK_LIMIT, STORED_LIMIT, Base, Chunk, Manifest, Run, decode, encode, runs
 from tierfs.chunks.span import NO_KEY, UNKNOWN, Extent, Item, Span
 from tierfs.chunks.split import split
-from tierfs.errors import ManifestDamaged
+from tierfs.errors import ChunkDamaged, ManifestDamaged
 from tierfs.tiers.copy import CHUNK, chunk_digest, tree_digest
 
 MODE = stat.S_IFREG | 0o640
@@ -43,7 +44,7 @@ def manifest_of(raw: bytes) -> Manifest:
         uid=1000,
         gid=100,
         mtime_ns=1_700_000_000_123_456_789,
-        chunks=tuple(Chunk(chunk_id(s.views(view)), s.length, s.item, s.key, 0, s.length) for s in spans),
+        chunks=tuple(Chunk(chunk_id(s.views(view)), s.length, s.item, s.key, 0, s.length + 12) for s in spans),
         runs=runs(spans),
         xattrs={b"user.note": b"\xff\x00 text"},
         link=b"\x01\x02",
@@ -60,7 +61,10 @@ def file() -> bytes:
 def store(raw: bytes) -> dict[bytes, bytes]:
     """An archive's chunks by id."""
     view = memoryview(raw)
-    return {chunk_id(span.views(view)): bytes(span.gather(view)) for span in split(view)}
+    return {
+        chunk_id(span.views(view)): header(0, span.item.size, span.length) + bytes(span.gather(view))
+        for span in split(view)
+    }
 
 
 # the document
@@ -77,16 +81,18 @@ def restore(manifest: bytes, stored: dict[bytes, bytes]) -> tuple[bytes, dict[st
     attributes = json.loads(line)
     stream = io.BytesIO(tables)
     chunks = [struct.unpack("<32s8sIIBBBB", stream.read(52)) for _ in range(attributes["chunks"])]
-    bases = [stream.read(32) for _ in range(attributes["bases"])]
+    bases = [struct.unpack("<32sBI", stream.read(37)) for _ in range(attributes["bases"])]
     table = [struct.unpack("<II", stream.read(8)) for _ in range(attributes["runs"])]
     assert stream.read() == b""
-    assert len(bases) == sum(chunk[7] > 0 for chunk in chunks)
+    assert len(bases) == sum(chunk[7] for chunk in chunks)
     contents = []
-    for ident, _, size, _, codec, _, _, _ in chunks:
-        assert codec == 0
-        assert len(stored[ident]) == size
-        assert blake3(stored[ident]).digest() == ident
-        contents.append(io.BytesIO(stored[ident]))
+    for ident, _, size, stored_size, codec, _, _, _ in chunks:
+        assert len(stored[ident]) == stored_size
+        assert struct.unpack_from("<4sB", stored[ident]) == (b"tfc1", codec) == (b"tfc1", 0)
+        assert struct.unpack_from("<BBI", stored[ident], 6) == (0, 0, size)
+        payload = stored[ident][12:]
+        assert blake3(payload).digest() == ident
+        contents.append(io.BytesIO(payload))
     content = b"".join(contents[number].read(count) for number, count in table)
     assert all(part.read() == b"" for part in contents)
     assert len(content) == attributes["size"]
@@ -129,7 +135,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     for ident in draw(st.lists(IDS, unique=True, max_size=6)):
         length = draw(LENGTHS)
         codec = draw(st.integers(0, 255))
-        depth = draw(st.just(0) | st.integers(1, 255))
+        bases = st.builds(Base, IDS.filter(lambda base, ident=ident: base != ident), st.integers(0, 255), LENGTHS)  # type: ignore[misc]
         chunks.append(
             Chunk(
                 id=ident,
@@ -137,9 +143,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
                 item=draw(ITEMS),
                 key=draw(st.binary(min_size=8, max_size=8)),
                 codec=codec,
-                stored=draw(LENGTHS) if codec else length,
-                base=draw(IDS.filter(lambda base, ident=ident: base != ident)) if depth else None,  # type: ignore[misc]
-                depth=depth,
+                stored=draw(LENGTHS) if codec else length + 12,
+                bases=tuple(draw(st.lists(bases, max_size=3, unique_by=lambda base: base.id))) if codec else (),
             )
         )
     table: list[Run] = []
@@ -169,7 +174,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     )
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(manifests())
 def test_what_is_encoded_is_decoded(manifest: Manifest) -> None:
     raw = encode(manifest)
@@ -191,7 +196,7 @@ def test_its_text_can_be_read(file: bytes) -> None:
 # reading by ranges
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(manifests(), st.data())
 def test_parts_of_a_range_are_those_of_the_runs(manifest: Manifest, data: st.DataObject) -> None:
     offset = data.draw(st.integers(0, manifest.size + 5))
@@ -219,26 +224,28 @@ def test_ranges_and_extents_restore_a_file(file: bytes) -> None:
     manifest, stored = decode(encode(manifest_of(file))), store(file)
     for offset, length in ((0, len(file)), (100, 5000), (3 << 20, 9 << 20), (len(file) - 7, 99), (0, 0), (-1, 5)):
         parts = manifest.parts(offset, length)
-        found = b"".join(stored[manifest.chunks[p.chunk].id][p.inside : p.inside + p.length] for p in parts)
+        read = [(parse(memoryview(stored[manifest.chunks[p.chunk].id])).payload, p) for p in parts]
+        found = b"".join(payload[p.inside : p.inside + p.length] for payload, p in read)
         assert found == (file[offset : offset + length] if offset >= 0 else b"")
     content = bytearray(len(file))
     for chunk, extents in zip(manifest.chunks, manifest.extents(), strict=True):
-        source = io.BytesIO(stored[chunk.id])
+        source = io.BytesIO(parse(memoryview(stored[chunk.id])).payload)
         for extent in extents:
             content[extent.offset : extent.end] = source.read(extent.length)
     assert content == file
 
 
 def test_references_are_all_chunks_and_bases() -> None:
-    base = Chunk(b"b" * 32, 5, UNKNOWN, NO_KEY, 4, 3, b"a" * 32, 1)
-    manifest = replace(manifest_of(b"hello" * 2), chunks=(base, base), runs=(Run(0, 5), Run(1, 5)))
-    assert decode(encode(manifest)).references() == {b"a" * 32, b"b" * 32}
+    chunk = Chunk(b"c" * 32, 5, UNKNOWN, NO_KEY, 4, 3, (Base(b"b" * 32, 4, 2), Base(b"a" * 32, 3, 4)))
+    manifest = replace(manifest_of(b"hello" * 2), chunks=(chunk, chunk), runs=(Run(0, 5), Run(1, 5)))
+    assert decode(encode(manifest)).references() == {b"a" * 32, b"b" * 32, b"c" * 32}
+    assert chunk.fetched == 9
 
 
 # what is not believed
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(manifests(), st.data())
 def test_a_damaged_manifest_is_refused(manifest: Manifest, data: st.DataObject) -> None:
     raw = bytearray(encode(manifest))
@@ -264,7 +271,7 @@ def test_a_later_format_is_told_apart_from_damage() -> None:
         decode(forged(b"{}\n", 2))
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(manifests(), st.data())
 def test_a_forged_manifest_is_refused_or_says_what_can_be(manifest: Manifest, data: st.DataObject) -> None:
     """With the right checksum."""
@@ -327,12 +334,16 @@ A, B = (Chunk(bytes([n]) * 32, 10, UNKNOWN, NO_KEY, 0, 10) for n in (1, 2))
         {"runs": (Run(0, 10), Run(1, 0), Run(1, 10))},
         {"size": 19},
         {"chunks": (A, B._replace(stored=9))},
+        {"chunks": (A, B._replace(codec=1, stored=STORED_LIMIT + 1))},
         {"chunks": (A, B._replace(length=0))},
         {"chunks": (A, B._replace(codec=1, stored=0))},
         {"chunks": (A, B._replace(item=Item(3)))},
-        {"chunks": (A, B._replace(depth=1))},
-        {"chunks": (A, B._replace(base=A.id))},
-        {"chunks": (A, B._replace(base=B.id, depth=1, codec=4))},
+        {"chunks": (A, B._replace(bases=(Base(A.id, 1, 1),)))},
+        {"chunks": (A, B._replace(codec=4, bases=(Base(B.id, 1, 1),)))},
+        {"chunks": (A, B._replace(codec=4, bases=(Base(A.id, 1, 1), Base(A.id, 1, 1))))},
+        {"chunks": (A, B._replace(codec=4, bases=(Base(A.id, 1, 0),)))},
+        {"chunks": (A, B._replace(codec=4, bases=(Base(A.id, 256, 1),)))},
+        {"chunks": (A, B._replace(codec=4, bases=(Base(A.id[:-1], 1, 1),)))},
         {"chunks": (A, B._replace(id=b"short"))},
         {"mode": stat.S_IFDIR | 0o755},
         {"digest": b""},
@@ -342,7 +353,7 @@ A, B = (Chunk(bytes([n]) * 32, 10, UNKNOWN, NO_KEY, 0, 10) for n in (1, 2))
         {"mtime_ns": 1 << 63},
         {"uid": 1 << 32},
     ],
-    ids=range(23),
+    ids=range(27),
 )
 def test_what_cannot_be_is_not_written_either(changes: dict[str, object]) -> None:
     good = replace(manifest_of(b""), size=20, chunks=(A, B), runs=(Run(0, 10), Run(1, 10)))
@@ -358,3 +369,39 @@ def test_spans_become_runs() -> None:
         Span((Extent(7, 1),), UNKNOWN, NO_KEY),
     ]
     assert runs(spans) == (Run(0, 3), Run(1, 2), Run(0, 2), Run(2, 1))
+
+
+# stored chunks
+
+
+@given(st.integers(1, 255), st.sampled_from((1, 2, 4, 8)), LENGTHS, st.none() | IDS, st.binary(min_size=1, max_size=50))
+def test_a_stored_chunk_says_how_to_decode_it(
+    codec: int, item: int, length: int, base: bytes | None, payload: bytes
+) -> None:
+    start = header(codec, item, length, base)
+    assert len(start) <= LONGEST_HEADER <= STORED_LIMIT - CHUNK_LIMIT
+    assert parse(memoryview(start + payload)) == (codec, item, length, base, payload)
+
+
+def test_a_chunk_stored_as_it_is_has_the_length_that_it_says() -> None:
+    assert parse(memoryview(header(0, 4, 3) + b"abc")).payload == b"abc"
+    for damaged in (header(0, 4, 3) + b"ab", header(0, 4, 3) + b"abcd", header(0, 4, 3, bytes(32)) + b"abc"):
+        with pytest.raises(ChunkDamaged):
+            parse(memoryview(damaged))
+
+
+@given(st.binary(max_size=60) | st.binary(max_size=50).map(lambda raw: b"tfc1" + raw))
+def test_what_is_no_stored_chunk_is_refused(raw: bytes) -> None:
+    try:
+        frame = parse(memoryview(raw))
+    except ChunkDamaged:
+        return
+    assert header(frame.codec, frame.item, frame.length, frame.base) + frame.payload == raw
+
+
+@pytest.mark.parametrize(
+    "arguments", [(256, 1, 1), (-1, 1, 1), (0, 3, 1), (0, 1, 0), (0, 1, CHUNK_LIMIT + 1), (4, 1, 1, b"short")]
+)
+def test_a_chunk_that_cannot_be_gets_no_header(arguments: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"no chunk|no id"):
+        header(*arguments)

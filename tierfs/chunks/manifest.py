@@ -28,15 +28,28 @@ ID_SIZE = 32
 LIMIT = 32 << 20
 """Bytes of a manifest: a file of 4 TB in chunks of 8 MiB needs as many. (Decoded it takes ten times the memory.)"""
 CHUNK_LIMIT = 64 << 20
-"""Bytes of a chunk, as it is and as it is stored."""
-DEPTH_LIMIT = 255
+"""Bytes of a chunk, and of what a codec makes of it."""
+BASES_LIMIT = 255
+"""Chunks that one chunk needs to be decoded."""
+STORED_LIMIT = CHUNK_LIMIT + (1 << 10)
+"""Bytes of a chunk as it is stored, with its header."""
 
 _MOST = (1 << 63) - 1
 _FIRST_LINE = re.compile(rb"tierfs-manifest ([1-9][0-9]{0,5}) ([0-9a-f]{32}) (0|[1-9][0-9]{0,9})\n")
 _FIRST_LINE_LIMIT = 128
 _CHUNK = struct.Struct("<32s8sIIBBBB")
+_BASE = struct.Struct("<32sBI")
 _RUN = struct.Struct("<II")
 _FIELDS = {"size", "digest", "mode", "uid", "gid", "mtime_ns", "xattrs", "link", "notes", "chunks", "bases", "runs"}
+
+
+class Base(NamedTuple):
+    """A chunk that another one needs to be decoded. It has as many bytes of the same kind as that one."""
+
+    id: bytes
+    codec: int
+    stored: int
+    """Bytes, as stored."""
 
 
 class Chunk(NamedTuple):
@@ -52,11 +65,15 @@ class Chunk(NamedTuple):
     codec: int
     """Number of the codec that it was stored with, 0 for none."""
     stored: int
-    """Bytes, as stored."""
-    base: bytes | None = None
-    """Id of the chunk that this one is stored as the difference to."""
-    depth: int = 0
-    """How many chunks have to be decoded before this one; 0 exactly when it has no base."""
+    """Bytes, as stored, with the header before them."""
+    bases: tuple[Base, ...] = ()
+    """The chunk that this one is stored as the difference to, then the one that that one is, and so on to one that
+    stands alone. All of them are listed, so that the manifest alone says what may not be removed."""
+
+    @property
+    def fetched(self) -> int:
+        """Bytes to fetch for decoding it."""
+        return self.stored + sum(base.stored for base in self.bases)
 
 
 class Run(NamedTuple):
@@ -133,9 +150,8 @@ class Manifest:
         return found
 
     def references(self) -> set[bytes]:
-        """The ids that must stay in the archive for this file. Bases may have bases themselves: whoever stores a chunk
-        on a base keeps what that base needs, too."""
-        return {chunk.id for chunk in self.chunks} | {chunk.base for chunk in self.chunks if chunk.base is not None}
+        """The ids of all chunks that must stay in the archive for this file."""
+        return {chunk.id for chunk in self.chunks} | {base.id for chunk in self.chunks for base in chunk.bases}
 
 
 def runs(spans: Sequence[Span]) -> tuple[Run, ...]:
@@ -147,7 +163,7 @@ def runs(spans: Sequence[Span]) -> tuple[Run, ...]:
 def encode(manifest: Manifest) -> bytes:
     """Raises `ManifestDamaged` when the manifest says what `decode` would not believe."""
     _check(manifest)
-    bases = [chunk.base for chunk in manifest.chunks if chunk.base is not None]
+    bases = [base for chunk in manifest.chunks for base in chunk.bases]
     attributes = {
         "size": manifest.size,
         "digest": manifest.digest.hex(),
@@ -166,8 +182,8 @@ def encode(manifest: Manifest) -> bytes:
         (
             json.dumps(attributes, separators=(",", ":")).encode("ascii"),
             b"\n",
-            *(_CHUNK.pack(c.id, c.key, c.length, c.stored, c.codec, *c.item, c.depth) for c in manifest.chunks),
-            *bases,
+            *(_CHUNK.pack(c.id, c.key, c.length, c.stored, c.codec, *c.item, len(c.bases)) for c in manifest.chunks),
+            *(_BASE.pack(*base) for base in bases),
             *(_RUN.pack(*run) for run in manifest.runs),
         )
     )
@@ -205,18 +221,20 @@ def _parse(body: memoryview) -> Manifest:
     chunks, bases, run_count = (_number(fields[name]) for name in ("chunks", "bases", "runs"))
     tables = body[line + 1 :]
     chunks_end = chunks * _CHUNK.size
-    bases_end = chunks_end + bases * ID_SIZE
+    bases_end = chunks_end + bases * _BASE.size
     if len(tables) != bases_end + run_count * _RUN.size:
         raise ValueError("tables of other lengths than the attributes say")
-    rest = iter([bytes(tables[at : at + ID_SIZE]) for at in range(chunks_end, bases_end, ID_SIZE)])
+    rest = map(Base._make, _BASE.iter_unpack(tables[chunks_end:bases_end]))
     found = []
-    for ident, key, length, stored, codec, item_size, floating, depth in _CHUNK.iter_unpack(tables[:chunks_end]):
+    for ident, key, length, stored, codec, item_size, floating, count in _CHUNK.iter_unpack(tables[:chunks_end]):
         if floating > 1:
             raise ValueError("an element that is neither a float nor none")
-        base = next(rest, None) if depth else None
-        found.append(Chunk(ident, length, Item(item_size, bool(floating)), key, codec, stored, base, depth))
+        needed = tuple(itertools.islice(rest, count))
+        if len(needed) != count:
+            raise ValueError("fewer bases than the chunks say")
+        found.append(Chunk(ident, length, Item(item_size, bool(floating)), key, codec, stored, needed))
     if next(rest, None) is not None:
-        raise ValueError("more bases than chunks with one")
+        raise ValueError("more bases than the chunks say")
     return Manifest(
         size=_number(fields["size"]),
         digest=bytes.fromhex(_text(fields["digest"])),
@@ -274,11 +292,15 @@ def _check(manifest: Manifest) -> None:
 
 def _check_chunk(chunk: Chunk) -> None:
     _require(len(chunk.id) == ID_SIZE and len(chunk.key) == len(NO_KEY), "id or key of another length")
-    _require(0 < chunk.length <= CHUNK_LIMIT and 0 < chunk.stored <= CHUNK_LIMIT, "length of a chunk out of range")
+    _require(0 < chunk.length <= CHUNK_LIMIT and 0 < chunk.stored <= STORED_LIMIT, "length of a chunk out of range")
     _require(chunk.item.size in SIZES and 0 <= chunk.codec <= 255, "element or codec of a chunk out of range")
-    _require(chunk.codec != 0 or chunk.stored == chunk.length, "chunk without a codec of another length")
-    _require(0 <= chunk.depth <= DEPTH_LIMIT and (chunk.depth > 0) == (chunk.base is not None), "depth without a base")
-    _require(chunk.base is None or (len(chunk.base) == ID_SIZE and chunk.base != chunk.id), "base of a chunk is no id")
+    _require(chunk.codec != 0 or (chunk.stored >= chunk.length and not chunk.bases), "chunk without a codec is changed")
+    if chunk.bases:
+        _require(len(chunk.bases) <= BASES_LIMIT, "too many bases")
+        _require(len({chunk.id, *(base.id for base in chunk.bases)}) == len(chunk.bases) + 1, "a chunk based on itself")
+        for base in chunk.bases:
+            _require(len(base.id) == ID_SIZE and 0 < base.stored <= STORED_LIMIT, "base of a chunk is none")
+            _require(0 <= base.codec <= 255, "codec of a base out of range")
 
 
 def _check_content(chunks: Iterable[tuple[bytes, int]]) -> None:
