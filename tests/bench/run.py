@@ -1,7 +1,9 @@
 """`make bench`: what the mount costs, as ratios to the bare thing measured in the same run.
 
-    python -m tests.bench.run [--mode passthrough|userspace] [--only throughput|draining|metadata|many]
+    python -m tests.bench.run [--mode passthrough|userspace] [--only throughput|draining|metadata|many|codecs]
                               [--gib 1] [--repeat 3] [--files 1000000] [--json FILE]
+
+The part `codecs` needs no mount (and no root), and is measured once.
 
 Every pair is measured alternately and the medians compared, so that a slow minute of the machine hits both sides.
 """
@@ -21,16 +23,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tests.bench.codecs import codecs
 from tests.bench.draining import draining
 from tests.bench.measuring import Row
 from tests.bench.metadata import many_files, metadata
 from tests.bench.throughput import BLOCK, throughput
 
+ON_A_MOUNT = ("throughput", "draining", "metadata", "many")
 DISKS = os.environ.get("TIERFS_BENCH_DIR", "/var/tmp")
 
 
-def show(rows: list[Row], mode: str, size: int) -> None:
-    table = Table(title=f"mode {mode}, {size / (1 << 30):g} GiB")
+def show(rows: list[Row], title: str) -> None:
+    table = Table(title=title)
     for heading in ("what", "mount", "bare", "unit", "ratio", "against", "wanted"):
         table.add_column(heading, justify="right" if heading in ("mount", "bare", "ratio") else "left")
     for row in rows:
@@ -44,18 +48,20 @@ def show(rows: list[Row], mode: str, size: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="What the mount costs, as ratios.")
     parser.add_argument("--mode", choices=("passthrough", "userspace"), action="append", help="default: both")
-    parser.add_argument("--only", choices=("throughput", "draining", "metadata", "many"), action="append")
+    parser.add_argument("--only", choices=(*ON_A_MOUNT, "codecs"), action="append")
     parser.add_argument("--files", type=int, default=1_000_000, help="size of the large catalog")
     parser.add_argument("--gib", type=float, default=1.0, help="size of the large files (default 1)")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the numbers here as well; - is standard output")
     options = parser.parse_args()
-    if os.geteuid() != 0:
+    wanted = options.only or [*ON_A_MOUNT, "codecs"]
+    on_mount = [name for name in wanted if name in ON_A_MOUNT]
+    if on_mount and os.geteuid() != 0:
         print("bench: needs root, for the tmpfs that it compares with", file=sys.stderr)
         return 2
     size = int(options.gib * (1 << 30)) // BLOCK * BLOCK
-    results = {}
-    for mode in options.mode or ("passthrough", "userspace"):
+    results: dict[str, list[Row]] = {}
+    for mode in (options.mode or ("passthrough", "userspace")) if on_mount else ():
         parts: dict[str, Callable[[Path], list[Row]]] = {
             "throughput": lambda base, mode=mode: throughput(mode, size, options.repeat, base),  # type: ignore[misc]
             "draining": lambda base, mode=mode: draining(mode, size, options.repeat, base),  # type: ignore[misc]
@@ -63,17 +69,22 @@ def main() -> int:
             "many": lambda base, mode=mode: many_files(mode, options.files, options.repeat, base),  # type: ignore[misc]
         }
         rows: list[Row] = []
-        for name in options.only or parts:
+        for name in on_mount:
             base = Path(tempfile.mkdtemp(prefix="tierfs-bench-", dir=DISKS))
             try:
                 rows += parts[name](base)
             finally:
                 shutil.rmtree(base, ignore_errors=True)
+        results[mode] = rows
         if options.json != Path("-"):
-            show(rows, mode, size)
-        results[mode] = [{**asdict(row), "ratio": row.ratio} for row in rows]
+            show(rows, f"mode {mode}, {size / (1 << 30):g} GiB")
+    if "codecs" in wanted:
+        results["no mount"] = codecs(options.repeat)
+        if options.json != Path("-"):
+            show(results["no mount"], "codecs, per core")
     if options.json:
-        text = json.dumps({"bytes": size, "modes": results}, indent=2)
+        modes = {mode: [{**asdict(row), "ratio": row.ratio} for row in rows] for mode, rows in results.items()}
+        text = json.dumps({"bytes": size, "modes": modes}, indent=2)
         print(text) if options.json == Path("-") else options.json.write_text(text + "\n")
     return 0
 
