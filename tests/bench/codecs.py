@@ -20,8 +20,8 @@ from torch import nn
 from tests.bench.measuring import Row, seconds
 from tierfs.chunks.codec import Codec, decode_into, encode
 
-WIDTH, LAYERS, CONTEXT, BATCH = 384, 4, 64, 8
-STEPS = (100, 120)
+WIDTH, LAYERS, CONTEXT, BATCH = 384, 4, 64, 4
+STEPS = (60, 80)
 """After how many the two checkpoints are saved."""
 PEAK_RATE = 3e-4
 CHUNK = 8 << 20
@@ -59,13 +59,15 @@ Result = TypeVar("Result")
 
 
 def checkpoints() -> Iterator[State]:
-    """The state after each number of `STEPS`, every part of it as the bytes of its tensors one after the other."""
+    """The state after each number of `STEPS`, every part of it as the bytes of its tensors one after the other. Takes
+    half a minute of one core; several would wait for each other on a busy machine."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, total_steps=150, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, total_steps=100, pct_start=0.1)
     for step in range(1, max(STEPS) + 1):
         starts = torch.randint(0, len(text) - CONTEXT - 1, (BATCH,))
         batch = torch.stack([text[start : start + CONTEXT + 1] for start in starts.tolist()]).long()
