@@ -18,7 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tierfs.chunks import blosc, planes
-from tierfs.chunks.codec import LONGEST, WIDEST, Codec, Encoded, decode, decode_into, encode
+from tierfs.chunks.codec import WIDEST, Codec, Encoded, decode, decode_into, encode
+from tierfs.chunks.manifest import CHUNK_LIMIT
 from tierfs.errors import ChunkDamaged
 
 MIB = 1 << 20
@@ -181,7 +182,7 @@ def test_scattered_buffers_and_impossible_sizes_are_refused() -> None:
             encode(Codec.LZ4, whole, item)
         with pytest.raises(ValueError, match="an item of"):
             decode(Codec.LZ4, whole, 5000, item)
-    for length in (-1, LONGEST + 1):
+    for length in (-1, CHUNK_LIMIT + 1):
         with pytest.raises(ValueError, match="a chunk of"):
             decode(Codec.LZ4, whole, length, 1)
     with pytest.raises(ValueError, match="without its base"):
@@ -341,24 +342,31 @@ def test_the_interpreter_goes_on_while_a_chunk_is_encoded_or_decoded(codec: Code
     assert goes_on(lambda: decode(codec, encoded.payload, len(original), 2, base))
 
 
-def goes_on(work: Callable[[], object]) -> bool:
-    """Whether another thread ran before ``work`` was over, though the interpreter never takes the GIL from a thread
-    here: it was given up. Tried a few times, as the other thread may be slow to wake."""
+def goes_on(work: Callable[[], object], most: int = 300) -> bool:
+    """Whether this thread gets to run while another repeats ``work``, though the interpreter never takes the GIL from a
+    thread here: so it was given up. Repeated, as this thread may be slow to wake."""
     interval = sys.getswitchinterval()
+    ran, rounds = [], []
+
+    def repeat() -> None:
+        while not ran and len(rounds) < most:
+            work()
+            rounds.append(True)
+
+    thread = threading.Thread(target=repeat)
     sys.setswitchinterval(1000)
     try:
-        for _ in range(50):
-            started, done = threading.Event(), []
-            thread = threading.Thread(target=lambda s=started, d=done: (s.set(), work(), d.append(True)))
-            thread.start()
-            started.wait()
-            meanwhile = not done
-            thread.join()
-            if meanwhile:
-                return True
+        thread.start()
+        ran.append(True)
+        thread.join()
     finally:
         sys.setswitchinterval(interval)
-    return False
+    return len(rounds) < most
+
+
+def test_the_measure_of_going_on_notices_work_that_keeps_the_interpreter() -> None:
+    assert not goes_on(lambda: sum(range(1000)))
+    assert goes_on(lambda: os.stat("/"))
 
 
 def test_many_threads_at_once_get_the_same_and_no_call_starts_one() -> None:

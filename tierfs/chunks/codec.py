@@ -14,14 +14,12 @@ import imagecodecs
 import numpy as np
 
 from tierfs.chunks import blosc, planes
+from tierfs.chunks.manifest import CHUNK_LIMIT
 from tierfs.chunks.planes import Octets, pays, sample
 from tierfs.errors import ChunkDamaged
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
-
-LONGEST = 64 << 20
-"""Bytes of the longest chunk, as manifests have it, too."""
 
 WIDEST = 16
 """Bytes of the longest item; wider ones are no numbers, and gain nothing from being shuffled."""
@@ -70,13 +68,13 @@ def encode(codec: Codec, data: ReadableBuffer, item: int, base: ReadableBuffer |
 
     ``item`` is the size in bytes of what the data consists of (2 for bf16); the length need not be a multiple.
     ``base``, for `DELTA`, is what the delta is made against; one of another length is not used. Raises ValueError for a
-    buffer that is not one piece of memory, an item of no size or wider than `WIDEST`, more than `LONGEST` bytes.
+    buffer that is not one piece of memory, an item of no size or wider than `WIDEST`, more than `CHUNK_LIMIT` bytes.
     """
     octets = _octets(data, "a chunk")
     if not 1 <= item <= WIDEST:
         raise ValueError(f"an item of {item} bytes; 1 to {WIDEST} are possible")
-    if len(octets) > LONGEST:
-        raise ValueError(f"a chunk of {len(octets)} bytes; {LONGEST} are possible")
+    if len(octets) > CHUNK_LIMIT:
+        raise ValueError(f"a chunk of {len(octets)} bytes; {CHUNK_LIMIT} are possible")
     if codec is not Codec.NONE and len(octets) >= _SHORTEST:
         against = _octets(base, "the base of a delta") if base is not None and codec is Codec.DELTA else None
         used, packed = _pack(codec, octets, item, against)
@@ -97,8 +95,8 @@ def decode(
         octets = _octets(payload, "a payload")
         _fits(octets, length)
         return octets.data
-    if not 0 <= length <= LONGEST:
-        raise ValueError(f"a chunk of {length} bytes; {LONGEST} are possible")
+    if not 0 <= length <= CHUNK_LIMIT:
+        raise ValueError(f"a chunk of {length} bytes; {CHUNK_LIMIT} are possible")
     out = np.empty(length, np.uint8)
     decode_into(codec, payload, out.data, item, base)
     return out.data
