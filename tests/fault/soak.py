@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from io import RawIOBase
 from pathlib import Path
 
 from tests.fault.conftest import Switches
@@ -23,14 +25,24 @@ WRITERS, FILES = 3, 40
 """Together they hold more bytes than the tiers above the archive."""
 LARGEST = 6 << 20
 PIECE = 1 << 20
+LOG = "train.log"
 PAUSE = 0.06
 """Longest pause of a writer in seconds between two operations: the pace of the soak."""
+BACKOFF = 1.0
+"""Seconds that a writer waits when every tier is full."""
 FAILING = 0.1
 """Part of the archive's calls that fail."""
 
 
 def content(seed: int, size: int) -> bytes:
     return random.Random(seed).randbytes(size)
+
+
+def put(file: RawIOBase, data: bytes) -> None:
+    """All of it, in pieces. Raises OSError."""
+    at = 0
+    while at < len(data):
+        at += file.write(data[at : at + PIECE]) or 0
 
 
 @dataclass
@@ -47,12 +59,16 @@ class Writer:
     done: int = 0
     bytes: int = 0
     """Written, and read and compared."""
+    refused: int = 0
+    """Writes that found every tier full."""
     failure: BaseException | None = None
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self._number = 0
         self._where = "run-0"
+        self._writing: str | None = None
+        """What is being written; it may end anywhere when that fails."""
 
     def work(self, stop: threading.Event) -> None:
         """Until told to stop, or until something is not as it should be."""
@@ -72,15 +88,34 @@ class Writer:
             weights = [weight for weight, _ in steps]
             while not stop.wait(self._random.uniform(0, PAUSE)):
                 with self.turn:
-                    self._random.choices(steps, weights)[0][1]()
-                    self.done += 1
+                    full = self._step(self._random.choices(steps, weights)[0][1])
+                if full:
+                    stop.wait(BACKOFF)
         except BaseException as error:
             self.failure = error
             stop.set()
 
+    def _step(self, step: Callable[[], None]) -> bool:
+        """Whether every tier was full. Then what was being written goes, as with a program that tidies up."""
+        self.done += 1
+        try:
+            step()
+        except OSError as error:
+            if error.errno != errno.ENOSPC or self._writing is None:
+                raise
+            self.refused += 1
+            (self.top / self._writing).unlink(missing_ok=True)
+            self.files.pop(self._writing, None)
+            if self._writing == LOG:
+                self.log = b""
+            return True
+        finally:
+            self._writing = None
+        return False
+
     def expected(self) -> dict[str, bytes]:
         found = {name: content(*what) for name, what in self.files.items()}
-        return found | ({"train.log": self.log} if self.log else {})
+        return found | ({LOG: self.log} if self.log else {})
 
     def _new(self) -> tuple[int, int]:
         self._number += 1
@@ -89,24 +124,25 @@ class Writer:
     def _pick(self) -> str | None:
         return self._random.choice(sorted(self.files)) if self.files else None
 
-    def _write(self, path: Path, what: tuple[int, int]) -> None:
+    def _write(self, name: str, what: tuple[int, int]) -> None:
         """In pieces, and the header last, as savers do that do not know it before."""
         data = content(*what)
+        self._writing, path = name, self.top / name
         with path.open("wb", buffering=0) as file:
-            file.write(bytes(8))
-            for at in range(8, len(data), PIECE):
-                file.write(data[at : at + PIECE])
+            put(file, bytes(8))
+            put(file, data[8:])
             file.seek(0)
-            file.write(data[:8])
-            if path.name.endswith(".ckpt"):
+            put(file, data[:8])
+            if ".ckpt" in path.name:
                 os.fsync(file.fileno())
+        self._writing = None
         self.bytes += len(data)
 
     def _save(self) -> None:
         """A file under a temporary name, renamed; the oldest ones go."""
         what = self._new()
         name = f"{self._where}/{what[0] & 0xFFFFFFFF}.{self._random.choice(['pt', 'pt', 'ckpt'])}"
-        self._write(self.top / f"{name}.tmp", what)
+        self._write(f"{name}.tmp", what)
         (self.top / f"{name}.tmp").rename(self.top / name)
         self.files[name] = what
         while len(self.files) > FILES:
@@ -122,15 +158,17 @@ class Writer:
 
     def _overwrite(self) -> None:
         if name := self._pick():
-            self.files[name] = what = self._new()
-            self._write(self.top / name, what)
+            what = self._new()
+            self._write(name, what)
+            self.files[name] = what
 
     def _patch(self) -> None:
         """Opened without truncation and written from its beginning to its end."""
         if name := self._pick():
             seed, size = self._new()[0], self.files[name][1]
+            self._writing = name
             with (self.top / name).open("r+b", buffering=0) as file:
-                file.write(content(seed, size))
+                put(file, content(seed, size))
             self.files[name] = seed, size
 
     def _rename(self) -> None:
@@ -149,8 +187,9 @@ class Writer:
 
     def _append(self) -> None:
         line = b"step %d\n" % self.done
-        with (self.top / "train.log").open("ab") as file:
-            file.write(line)
+        self._writing = LOG
+        with (self.top / LOG).open("ab", buffering=0) as file:
+            put(file, line)
         self.log += line
 
     def _read(self) -> None:

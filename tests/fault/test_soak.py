@@ -1,7 +1,8 @@
 """Everything at once, for ten minutes: programs that save, rewrite, patch, rename, delete, log, read and map in tiers
 too small for what they hold, on an archive of which every tenth call fails, which hangs and which is full at times,
-while the daemon is killed, restarted, paused, flushed and scrubbed. Nobody sees an error or a wrong byte; at the end
-mount and archive are as the programs left them, and neither daemon nor keeper has grown.
+while the daemon is killed, restarted, paused, flushed and scrubbed. Nobody sees a wrong byte, nor an error but ENOSPC,
+seldom, where such an archive lets every tier fill up; at the end mount and archive are as the programs left them, and
+neither daemon nor keeper has grown.
 
 The ordinary suite runs the same for twenty seconds.
 """
@@ -26,7 +27,11 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs passthrough and
 
 SHORT, LONG = 20.0, 600.0
 """Seconds."""
+PATIENCE = 400.0
+"""More than that, on a busy machine, for flushes and what is compared."""
 SEED = 20
+REFUSED = 0.02
+"""Part of the operations that may find every tier full."""
 FIRST = 0.2
 """Part of the time after which is measured what must not have grown at the end: a daemon without a death yet. The last
 one lives as long."""
@@ -51,8 +56,8 @@ POLICY = {"limits": {"tier_timeout": "2s"}}
 @pytest.mark.parametrize(
     "seconds",
     [
-        pytest.param(SHORT, marks=pytest.mark.slow),
-        pytest.param(LONG, marks=[pytest.mark.nightly, pytest.mark.timeout(LONG + 600)]),
+        pytest.param(SHORT, marks=[pytest.mark.slow, pytest.mark.timeout(SHORT + PATIENCE)]),
+        pytest.param(LONG, marks=[pytest.mark.nightly, pytest.mark.timeout(LONG + PATIENCE)]),
     ],
     ids=["short", "long"],
 )
@@ -73,7 +78,7 @@ def test_all_of_it_at_once(switches: Switches, seconds: float) -> None:
                 extra=POLICY,
                 allow_log=NOISE,
             ) as mnt,
-            mnt.abort_after(seconds + 400),
+            mnt.abort_after(seconds + PATIENCE - 60),
         ):
             soak(Soak(mnt, switches, slow, SEED), seconds)
     finally:
@@ -92,6 +97,7 @@ def soak(run: Soak, seconds: float) -> None:
                 paused = time.monotonic()
                 with run.quiet():
                     first = run.measure(THREADS)
+                run.kill()
                 still = time.monotonic() - paused
             run.happen(*(rough if FIRST <= now < 1 - FIRST else gentle))
             run.stop.wait(run.random.uniform(0, seconds / 100))
@@ -102,8 +108,11 @@ def soak(run: Soak, seconds: float) -> None:
         last = run.measure(THREADS)
     run.calm()
     operations, size = sum(w.done for w in run.writers), sum(w.bytes for w in run.writers)
-    print(f"{operations} operations, {size >> 20} MiB, {run.kills} kills, {run.events}\nfirst {first}\nlast  {last}")
+    refused = sum(w.refused for w in run.writers)
+    print(f"{operations} operations, {size >> 20} MiB, {refused} refused, {run.kills} kills, {run.events}")
+    print(f"first {first}\nlast  {last}")
     assert run.kills
+    assert refused <= operations * REFUSED
     check_flat(first, last)
 
 
