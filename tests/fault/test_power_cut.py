@@ -1,4 +1,4 @@
-"""Power cuts while programs save, rename and delete: fifty of them, or two hundred; both with ``-m nightly``.
+"""Power cuts while programs save, rename and delete: fifty of them, or, with ``-m nightly``, two hundred.
 
 State, nvme and archive lie on one filesystem in an image, which lies on an xfs that can clone a file at an instant. A
 cut is such a clone: what had reached the disk is in it, what was in the page cache is not, and the memory tier is
@@ -196,7 +196,7 @@ def recovered(disk: Path, base: Path) -> Iterator[Path]:
                 run("umount", "-l", path)
 
 
-@pytest.mark.nightly  # an open fault: on a busy machine a delete may outlive what was closed before it
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", DISKS)
 def test_every_cut_leaves_what_may_be_left(kind: str) -> None:
