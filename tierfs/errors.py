@@ -78,6 +78,13 @@ class ContentMissing(TierError):
     """A file that was copied to the archive is neither where it waited nor where it belongs: someone removed it."""
 
 
+class NoSuchBlob(TierError):
+    """The store of blobs answered, and has nothing by that key."""
+
+    def __init__(self, tier: str, key: str) -> None:
+        super().__init__(f"tier {tier}: there is no {key}", errno=_errno.ENOENT, temporary=False)
+
+
 class DigestMismatch(TierError):
     """Bytes read from a replica are not the bytes that were written to it."""
 
