@@ -4,7 +4,8 @@ Each operation is an event with a number; a path's history is the list of what i
 legal when each of its paths holds, whole, something of its history that is not older than what was promised, and when
 what is gone is gone for a reason:
 
-- a delete stands only if everything closed before it is there, or something newer of the same file (promise 4),
+- a delete of what is known to have been durable stands only if everything closed before it is there, or something newer
+  of the same file (promise 4),
 - a file renamed after a rewrite that was lost is at its new name with what it held before,
 - what finds its name taken is beside it, as ``name.recovered``,
 - an archive that shows an event shows every earlier one, or what has replaced it since (promise 5).
@@ -226,8 +227,8 @@ class History:
                 if (last := self._last_event(path, newest)) > max(events) and last == self.paths[path][-1][0]
             ]
         for event, path in self.unlinks:
-            if min(matching[path]) < event and not self._vouched_and_gone(path, event, tree):
-                continue  # it may not have happened, or the file is back
+            if not self._vouched_and_gone(path, event, tree):
+                continue  # the file is back, or was perhaps never durable, and so cannot come back
             found += [
                 f"{path} was deleted by {event}, but {other} lost {last}"
                 for other, events in matching.items()

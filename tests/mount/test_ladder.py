@@ -42,6 +42,23 @@ def drain_status(mnt: TestMount) -> dict[str, object]:
     return drain
 
 
+@pytest.mark.timeout(45)  # below the minute after which nothing waits for such a file anyway
+def test_fsync_does_not_wait_for_another_file_that_its_program_has_open_again(mounter: Mounter, mode: str) -> None:
+    """Touched, then opened to be written: a log."""
+    with limited(mounter, mode, rules=[{"match": "**", "fsync": "archive"}]) as mnt:
+        (mnt.path / "train.log").touch()
+        with (mnt.path / "train.log").open("w") as log:
+            log.write("start")
+            log.flush()
+            with (mnt.path / "model.pt").open("wb") as model:
+                model.write(b"m" * MB)
+                model.flush()
+                os.fsync(model.fileno())
+            assert (mnt.archive / "model.pt").read_bytes() == b"m" * MB
+        mnt.flush()
+        assert (mnt.archive / "train.log").read_text() == "start"
+
+
 def test_a_missed_deadline_shows_in_status_and_once_in_the_log(mounter: Mounter, mode: str) -> None:
     rules = [{"match": "**/*.pt", "durable_within": "300ms"}]
     with limited(mounter, mode, rules=rules, allow_log=["past their deadline"]) as mnt:

@@ -117,6 +117,7 @@ def test_a_file_that_stays_open_is_made_durable_as_it_is_if_it_was_not_cut_off(w
     world.parts.write(fh, 0, SECOND)
     as_time_passes(world.parts.migrator.held.hasten, SNAPSHOT_AFTER - 1)
     assert world.parts.files.inodes[world.ino("log")].replica.state is ReplicaState.OPEN
+    world.parts.migrator.held._overtaken.clear()  # each of these begins at the same time
     as_time_passes(world.parts.migrator.held.hasten, SNAPSHOT_AFTER + 1)
     world.drain("log", *world.persistent)
     assert old_is_gone(world)
@@ -129,11 +130,32 @@ def test_half_a_rewritten_file_is_not_made_durable_but_at_last_given_up(world: W
     world.parts.write(fh, 0, SECOND)
     as_time_passes(world.parts.migrator.held.hasten, GIVE_UP_AFTER - 1)
     assert old_is_held(world)
+    world.parts.migrator.held._overtaken.clear()  # each of these begins at the same time
     as_time_passes(world.parts.migrator.held.hasten, GIVE_UP_AFTER + 1)
     assert world.parts.files.inodes[world.ino("log")].replica.state is ReplicaState.OPEN
     assert old_is_gone(world)
     inside(world.parts.files.release, fh)
     world.check()
+
+
+@pytest.mark.parametrize("awaited", [False, True], ids=["nobody waits", "somebody waits"])
+def test_a_file_that_is_written_again_and_again_holds_nothing_up(world: World, flags: int, awaited: bool) -> None:
+    """Each version is open for a moment, none is ever copied, and none is open for as long as one may be."""
+    parts = world.parts
+
+    async def rewrite() -> None:
+        ino = world.ino("log")
+        for _ in range(GIVE_UP_AFTER * 3):
+            fh = await parts.files.open(ino, flags)
+            parts.write(fh, 0, SECOND)
+            parts.migrator.held.hasten(awaited=awaited)
+            await trio.sleep(0.5)
+            parts.files.release(fh)
+        await parts.files.open(ino, flags)
+        parts.migrator.held.hasten(awaited=awaited)
+
+    trio.run(rewrite, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert old_is_gone(world)
 
 
 def test_who_waits_for_what_was_done_does_not_wait_for_a_file_that_is_open_again(world: World, flags: int) -> None:
@@ -201,3 +223,19 @@ def test_a_file_deleted_before_it_was_durable_takes_no_deletes_along_that_its_du
     world.unlink("new")
     world.check()
     world.close()
+
+
+def test_a_killed_daemon_leaves_a_log_that_is_appended_to_what_it_was(world: World) -> None:
+    """The next one knows of the flags of open files only: a file that is appended to did not begin empty."""
+    ino = world.ino("log")
+    fh = trio.run(world.parts.files.open, ino, os.O_WRONLY | os.O_APPEND)
+    inode = world.parts.files.handles[fh].inode
+    world.parts.files.inodes.clear()
+    world.parts.files.handles.clear()
+    inside(world.parts.files.adopt, fh, ino, os.O_WRONLY | os.O_APPEND, inode.backing_id)
+    as_time_passes(world.parts.migrator.held.hasten, SNAPSHOT_AFTER + 1)
+    world.drain("log", *world.persistent)
+    assert old_is_gone(world)
+    inside(world.parts.files.release, fh)
+    os.close(inode.fd)
+    world.check()

@@ -168,10 +168,12 @@ class HeldQueries(Database):
             (_DURABLE, *tiers),
         ).fetchall()
 
-    def overtaken_contents(self) -> list[tuple[int, int]]:
-        """(close, close of the current version) of files that the archive wants, and wanted with an older version."""
+    def overtaken_contents(self) -> list[tuple[int, int, int, int]]:
+        """(ino, version, its close, close of the current version) of files that the archive wants, and wanted with an
+        older version."""
         return self._run(
-            "SELECT o.seq, n.seq FROM oplog o JOIN inodes i ON i.ino=o.ino AND i.version>o.arg AND i.nlink>0"
+            "SELECT o.ino, o.arg, o.seq, n.seq FROM oplog o"
+            " JOIN inodes i ON i.ino=o.ino AND i.version>o.arg AND i.nlink>0"
             " JOIN oplog n ON n.kind=5 AND n.ino=o.ino AND n.arg=i.version WHERE o.kind=5 AND n.seq>o.seq"
         ).fetchall()
 
@@ -185,13 +187,13 @@ class HeldQueries(Database):
             (_DURABLE, *durable),
         )
 
-    def overtakes(self, ino: int, version: int) -> bool:
-        """Whether a close of an older version of the file is queued, which this version is to make up for."""
+    def overtakes(self, ino: int, first: int, version: int) -> bool:
+        """Whether a close of a version from ``first`` on and before ``version`` of the file is queued."""
         sql = (
-            "SELECT 1 FROM drains WHERE ino=?1 AND version<?2"
-            " UNION ALL SELECT 1 FROM oplog WHERE kind=5 AND ino=?1 AND arg<?2 LIMIT 1"
+            "SELECT 1 FROM drains WHERE ino=?1 AND version>=?2 AND version<?3"
+            " UNION ALL SELECT 1 FROM oplog WHERE kind=5 AND ino=?1 AND arg>=?2 AND arg<?3 LIMIT 1"
         )
-        return self._run(sql, (ino, version)).fetchone() is not None
+        return self._run(sql, (ino, first, version)).fetchone() is not None
 
     def closes(self) -> list[tuple[int, int, int]]:
         """(seq, ino, version) of everything in the queues of all tiers."""

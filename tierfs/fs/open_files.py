@@ -585,6 +585,7 @@ class OpenFiles:
             else:
                 fd = self.local.open_now(replica)
                 inode = OpenInode(attributes.ino, fd, replica, backing_id, rule, role)
+                inode.anew = not flags & os.O_APPEND
                 self.inodes[ino] = inode
         handle = Handle(inode, flags)
         self.handles[fh] = handle

@@ -67,7 +67,7 @@ class Archive:
     safe: Callable[[], int] = lambda: 0
     """What was deleted before this number never has to come back."""
     given_up: Callable[[int, int], bool] = lambda ino, version: False
-    """Whether nothing waits for this version, which is being written, to make up for the file's former closes."""
+    """Whether nothing waits for the close of this version of a file that is being written again."""
     copies: CatalogCopies | None = None
     """Where batches are logged for a rebuild of the catalog."""
     pending: Batch | None = None
@@ -107,7 +107,7 @@ class Archive:
         current = self.catalog.attributes(operation.ino)
         if current is None or not current.nlink or current.version <= operation.arg:
             return False
-        if self.given_up(current.ino, current.version):
+        if self.given_up(current.ino, operation.arg):
             return False
         return any(
             replica.version == current.version and replica.state is ReplicaState.OPEN
@@ -121,7 +121,11 @@ class Archive:
         waiting = (seq for seq, ino, version in catalog.wanted_content_seqs() if (ino, version) not in ready)
         first = next(waiting, NEVER)
         moot = catalog.deleted_before_durable_on([self.name])
-        moot += [(close, again + 1) for close, again in catalog.overtaken_contents()]
+        moot += [
+            (close, again + 1)
+            for ino, version, close, again in catalog.overtaken_contents()
+            if not self.given_up(ino, version)
+        ]
         limit = frontier(first, moot)
         if limit < first and catalog.holds_between(limit, first, self.name):
             return [operation for operation in operations if operation.seq < limit]

@@ -77,7 +77,9 @@ class Flusher:
                     return
                 if self.is_lost(attributes):
                     raise FsError(errno.EIO, "its bytes are on no tier any more")
-                await host.progress().wait()
+                host.held.hasten(awaited=True)
+                with trio.move_on_after(1):
+                    await host.progress().wait()
             host.held.vouch(ino, version)
             await host.sync()
         finally:

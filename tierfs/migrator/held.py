@@ -11,6 +11,7 @@ from typing import Protocol
 import trio
 
 from tierfs.catalog import Catalog
+from tierfs.fs.handles import OpenInode
 from tierfs.fs.open_files import OpenFiles
 from tierfs.plan.retention import NEVER, frontier
 from tierfs.points import At, reach
@@ -21,10 +22,11 @@ ROWS = 256
 """Rows looked at in one transaction."""
 URGENT = 256
 
-SNAPSHOT_AFTER, GIVE_UP_AFTER = 10, 600
-"""Seconds that deletes, and the archive, wait for the close of a file that was opened for writing again before its
-last close was durable. Then what is there of it is made durable as by an fsync; or, where it was begun anew and half of
-it must not take the place of what is durable, the last close counts as the file's deletion."""
+SNAPSHOT_AFTER, GIVE_UP_AFTER = 10, 60
+"""Seconds that deletes, and the archive, wait for a file that was opened for writing again before its last close was
+durable. After the first, what is there of it is made durable as by an fsync, unless it was begun anew: half of it must
+not take the place of what is durable. After the second, also if it was closed and written again and again meanwhile,
+its closes until then count as those of a file that was deleted."""
 AWAITED = 1
 """Instead of both while somebody waits for what was done before. More than nothing: the kernel tells of a close a
 little later."""
@@ -46,10 +48,10 @@ class HeldDeletes:
         self._disks = [name for name in self._lasting if name != names[-1]]
         self._reached: dict[str, int] = {}
         """Per tier, a number up to which no close waits any more: where to go on looking."""
-        self._open: dict[int, tuple[int, float]] = {}
-        """Files that are open for writing while a former close waits: version, and since when."""
+        self._overtaken: dict[int, float] = {}
+        """Files that were opened for writing while a former close waits, and since when."""
         self._given_up: dict[int, int] = {}
-        """Those whose former closes nothing waits for, with the version that is being written."""
+        """Those of which nothing waits for the closes of versions before this one."""
 
     def frontier(self, tier: str) -> int:
         """Every file closed before this number is durable on ``tier`` or below it, or was deleted and waits for
@@ -89,32 +91,37 @@ class HeldDeletes:
             catalog.drop_vouched(safe)
 
     def hasten(self, *, awaited: bool = False) -> None:
-        """Have nothing wait for a file that stays open: see `SNAPSHOT_AFTER`. ``awaited``: somebody waits for what was
-        done before. To be called now and then."""
+        """Have nothing wait for a file that stays open, or is written again and again: see `SNAPSHOT_AFTER`.
+        ``awaited``: somebody waits for what was done before. To be called now and then."""
         catalog, files, now = self._host.catalog, self._host.files, trio.current_time()
-        found: dict[int, tuple[int, float]] = {}
-        for inode in list(files.inodes.values()):
-            version = inode.replica.version
-            if not inode.writers or inode.replica.state is not ReplicaState.OPEN or version == 1:
-                continue
-            if self.given_up(inode.ino, version) or not catalog.overtakes(inode.ino, version):
-                continue
-            known, since = self._open.get(inode.ino, (version, now))
-            since = since if known == version else now
-            if not inode.anew and now - since >= (AWAITED if awaited else SNAPSHOT_AFTER):
-                files.take_snapshot(inode)
-            elif now - since >= (AWAITED if awaited else GIVE_UP_AFTER):
-                self._given_up[inode.ino] = version
+        for inode in files.inodes.values():
+            if _is_written(inode) and inode.ino not in self._overtaken and self._waits(inode.ino):
+                self._overtaken[inode.ino] = now
+        for ino, since in list(self._overtaken.items()):
+            opened = files.inodes.get(ino)
+            if not self._waits(ino):
+                del self._overtaken[ino]
+            elif opened is None or not _is_written(opened):
+                continue  # what makes up for the former closes is complete, and on its way
+            elif now - since >= (AWAITED if awaited and opened.anew else GIVE_UP_AFTER):
+                del self._overtaken[ino]
+                self._given_up[ino] = opened.replica.version
                 with catalog.transaction():
-                    catalog.drop_overtaken(inode.ino)
-            else:
-                found[inode.ino] = version, since
-        self._open = found
-        self._given_up = {i: v for i, v in self._given_up.items() if i in files.inodes}
+                    catalog.drop_overtaken(ino)
+            elif not opened.anew and now - since >= (AWAITED if awaited else SNAPSHOT_AFTER):
+                files.take_snapshot(opened)
+        self._given_up = {ino: v for ino, v in self._given_up.items() if catalog.overtakes(ino, 0, v)}
+
+    def _waits(self, ino: int) -> bool:
+        """Whether a close of an older version of the file is waited for."""
+        attributes = self._host.catalog.attributes(ino)
+        return attributes is not None and self._host.catalog.overtakes(
+            ino, self._given_up.get(ino, 0), attributes.version
+        )
 
     def given_up(self, ino: int, version: int) -> bool:
-        """Whether nothing waits for this version, which is being written, to make up for former closes."""
-        return self._given_up.get(ino) == version
+        """Whether nothing waits for the close of this version of the file."""
+        return version < self._given_up.get(ino, 0)
 
     def _still_held(self, seq: int, replica: Replica, limits: dict[str, int]) -> bool:
         return replica.state is ReplicaState.DURABLE and limits.get(replica.tier, NEVER) <= seq
@@ -209,3 +216,8 @@ class HeldDeletes:
                 if full and catalog.held_sums([tier])[1]:
                     return set(catalog.waiting(last, URGENT))
         return set()
+
+
+def _is_written(inode: OpenInode) -> bool:
+    """Whether a version that follows another is being written."""
+    return inode.writers > 0 and inode.replica.state is ReplicaState.OPEN and inode.replica.version > 1
