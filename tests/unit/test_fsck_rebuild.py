@@ -492,6 +492,20 @@ def test_no_junk_on_the_tiers_makes_a_rebuild_fail_or_leave_them(
         assert os.listdir(outside) == ["file"]
 
 
+@pytest.mark.parametrize("kind", ["directory", "fifo", "symlink"])
+@pytest.mark.parametrize("name", ["log-999", "copy-999", "copy-999.json"])
+def test_something_else_in_the_place_of_a_log_or_copy_is_passed_over(world: World, name: str, kind: str) -> None:
+    world.write(b"file", b"content")
+    world.drain()
+    world.crash()
+    lose_catalog(world)
+    path = world.top / "archive" / ".tierfs" / "catalog" / name
+    path.mkdir() if kind == "directory" else os.mkfifo(path) if kind == "fifo" else path.symlink_to("/dev/zero")
+    assert rebuild_all(world.policy, lambda done, total, what: None).problems == []
+    world.reopen()
+    assert world.look()[b"file"][9] == [b"content"]
+
+
 VALUES = st.recursive(st.none() | st.integers() | st.text(max_size=5), st.lists)
 
 

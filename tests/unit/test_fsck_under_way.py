@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.rebuilding import World, drained_world
+from tierfs.catalog import Catalog
+from tierfs.fsck.session import catalog_path
 
 
 @pytest.fixture
@@ -32,3 +34,19 @@ def test_what_a_batch_under_way_moves_is_no_damage(world: World, taken: bool) ->
     (world.top / "archive" / "other.pt").unlink()
     (problem,) = world.problems()
     assert (problem["what"], Path(problem["path"]).name) == ("missing on the archive", "other.pt")
+
+
+def test_fsck_leaves_it_to_the_next_mount_to_tidy_up_after_a_crash(world: World) -> None:
+    """Copies that nothing names are removed by the first mount after a crash, and by no other."""
+    world.crash()
+    crashed = Catalog(catalog_path(world.policy))
+    crashed.commit()
+    crashed._db.close()
+    crashed._journal.close()
+    for _ in range(2):
+        assert world.problems() == []
+    for was_clean in (False, True):
+        catalog = Catalog(catalog_path(world.policy))
+        assert catalog.was_clean is was_clean
+        catalog.close()
+        assert world.problems() == []

@@ -13,7 +13,7 @@ from held_world import World, inside
 
 from tierfs.migrator.held import AWAITED, GIVE_UP_AFTER, SNAPSHOT_AFTER
 from tierfs.report import Undone
-from tierfs.types import ReplicaState
+from tierfs.types import OpKind, ReplicaState
 
 STACKS = {"memory, nvme, archive": ("nvme",), "memory, archive": ()}
 HOW = {"truncated": os.O_TRUNC, "in place": 0}
@@ -239,3 +239,57 @@ def test_a_killed_daemon_leaves_a_log_that_is_appended_to_what_it_was(world: Wor
     inside(world.parts.files.release, fh)
     os.close(inode.fd)
     world.check()
+
+
+def test_a_delete_and_what_makes_up_for_the_close_before_it_reach_the_archive_together(tmp_path: Path) -> None:
+    """What waits there for its name goes with the process: a loss between two batches would keep the delete only."""
+    world = World(tmp_path, ())
+    world.write("old", OLD)
+    world.durable("old")
+    world.write("early", OLD[:10])
+    world.drain("early", "archive")
+    world.write("log", FIRST)
+    world.unlink("old")
+    world.write("log", SECOND)
+    world.drain("log", "archive")
+    migrator = world.parts.migrator
+    operations = list(world.parts.catalog.operations(100))
+    deleted = next(number for number, op in enumerate(operations) if op.kind is OpKind.UNLINK)
+    batch = migrator.archive.next_batch(deleted + 1, migrator.ready)
+    assert batch is not None
+    assert batch.last < operations[deleted].seq
+    migrator.archive.execute(batch)
+    migrator.archive.commit(batch)
+    assert world.archived() == {"old": OLD, "early": OLD[:10]}
+    world.replay()
+    assert world.archived() == {"early": OLD[:10], "log": SECOND}
+    world.check()
+    world.close()
+
+
+def test_a_delete_that_the_archive_has_followed_is_undone_from_a_disk(tmp_path: Path) -> None:
+    """It may be ahead there by what was closed again and lies on the archive without its name."""
+    world = World(tmp_path)
+    world.write("old", OLD)
+    world.durable("old")
+    world.write("log", FIRST)
+    world.unlink("old")
+    world.write("log", SECOND)
+    world.write("last", b"last")
+    world.drain("log", "archive")
+    migrator = world.parts.migrator
+    (deleted,) = (op.seq for op in world.parts.catalog.operations(100) if op.kind is OpKind.UNLINK)
+    while world.parts.catalog.archived < deleted:  # at last nothing is before the close that it could go with
+        count = sum(op.seq <= deleted for op in world.parts.catalog.operations(100))
+        batch = migrator.archive.next_batch(count, migrator.ready)
+        assert batch is not None
+        migrator.archive.execute(batch)
+        migrator.archive.commit(batch)
+    assert world.archived() == {}
+    report = world.reboot()
+    assert world.read("old") == OLD
+    assert Undone("unlink", "old") in report.undone
+    world.unlink("log")
+    world.unlink("last")
+    world.check()
+    world.close()

@@ -313,3 +313,18 @@ def test_a_crash_while_a_new_archive_is_claimed_refuses_it_never(
             mount(world)
     mount(world)
     world.reopen()
+
+
+@pytest.mark.parametrize("name", ["log-999999999999999999", "copy-1000000000000", "log-1e9", "log--1"])
+def test_a_name_that_tierfs_gives_to_nothing_makes_no_archive_an_older_one(world: World, name: str) -> None:
+    world.close()
+    junk = world.top / "archive" / ".tierfs" / "catalog" / name
+    junk.write_bytes(b"junk")
+    for number in range(2):
+        world.reopen()
+        world.write(b"more", b"%d" % number)
+        world.drain()
+        world.close()
+    junk.unlink()
+    world.reopen()
+    assert world.parts.tree.position() >= world.parts.catalog.logged > (0, 0)

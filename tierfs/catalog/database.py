@@ -424,12 +424,14 @@ class Database:
         finally:
             self._run("PRAGMA synchronous=OFF")
 
-    def close(self) -> None:
-        """Fold journal and WAL into the database file, on stable storage, and close."""
+    def close(self, *, as_found: bool = False) -> None:
+        """Fold journal and WAL into the database file, on stable storage, and close. ``as_found``: whoever opens it
+        next is to know, too, if it was not closed before."""
         with self.transaction():
             self._write("UPDATE meta SET value=? WHERE key='next_ino'", (self._next_ino,))
             self._write("UPDATE meta SET value=? WHERE key='next_seq'", (self._next_seq,))
-            self._write("UPDATE meta SET value=1 WHERE key='clean'")
+            if self.was_clean or not as_found:
+                self._write("UPDATE meta SET value=1 WHERE key='clean'")
         self.commit()
         self.sync()
         self._fold()

@@ -63,7 +63,7 @@ def check_all(policy: Policy, progress: Progress, *, data: bool = False) -> list
                 return gone(tiers, loss, "what the next mount does can be told once the catalog is repaired") + problems
             return foresee(catalog, policy, tiers, loss) + problems
         finally:
-            catalog.close()
+            catalog.close(as_found=True)
 
 
 def _is_owned(path: Path, *, archive: bool) -> bool:

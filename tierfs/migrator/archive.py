@@ -102,6 +102,28 @@ class Archive:
                 moot = True
         return self._due(prefix, ready) if moot else prefix
 
+    def _together(
+        self, operations: Sequence[Operation], ready: Mapping[tuple[int, int], Ready]
+    ) -> Sequence[Operation]:
+        """The operations up to a close that another of the same file makes up for, if a delete between the two would be
+        in the batch, and the second close not: a loss of the memory between two batches would keep the delete, and
+        neither content. A batch that cannot have both is what it is."""
+        pairs = [
+            (close, again)
+            for ino, version, close, again in self.catalog.overtaken_contents()
+            if not self.given_up(ino, version) and not self._is_safe(ino, version)
+        ]
+        if not pairs:
+            return operations
+        last = self._plan(operations, ready).last
+        first = min((close for close, again in pairs if close <= last < again), default=NEVER)
+        before = [operation for operation in operations if operation.seq < first]
+        return before if before and self.catalog.holds_between(first, last + 1, self.name) else operations
+
+    def _is_safe(self, ino: int, version: int) -> bool:
+        """Whether no loss of the memory takes this version of the file, or a later one makes up for it."""
+        return any(r.version >= version and r.state is ReplicaState.DURABLE for r in self.catalog.replicas(ino))
+
     def _being_written(self, operation: Operation) -> bool:
         """Whether the file is open for writing the version that makes up for this content."""
         current = self.catalog.attributes(operation.ino)
@@ -154,7 +176,7 @@ class Archive:
         if self.pending is None:
             operations = self.ready_prefix(self.catalog.operations(limit), ready)
             if operations:
-                batch = self._plan(operations, ready)
+                batch = self._plan(self._together(operations, ready), ready)
             else:
                 deletes = self._deletes() if full else []
                 if not deletes:

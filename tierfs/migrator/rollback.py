@@ -142,7 +142,8 @@ class _Rollback:
         if first is not None:
             due = self._due(first, held)
             # Everything since then is still in the oplog, but what the archive has followed already.
-            first = min(first, max(due, catalog.first_operation()))
+            followed = catalog.first_operation() or catalog.archived + 1
+            first = max(followed, min(first, due))
             rewound = self._rewind(first, due, held, paths)
         self._roll_files_back(damaged, first, held, rewound, paths)
         for seq, ino, version in closes:

@@ -16,6 +16,7 @@ import errno
 import json
 import os
 import re
+import stat
 import struct
 import threading
 import zlib
@@ -30,7 +31,7 @@ from tierfs.durable import create_temporary, fsync_directory
 from tierfs.errors import TierError
 from tierfs.points import At, reach
 from tierfs.tiers.base import failing_as, open_directory
-from tierfs.tiers.reached import DIRECTORY_NAME, NAME, Position
+from tierfs.tiers.reached import DIRECTORY_NAME, Position, number_of
 from tierfs.tiers.root import RESERVED, ArchiveRoot
 
 FORMAT = 1
@@ -84,7 +85,7 @@ class CatalogCopies:
             yield fd
 
     def _numbers(self, fd: int) -> set[int]:
-        return {int(match[2]) for name in os.listdir(fd) if (match := NAME.fullmatch(name))}
+        return {number for name in os.listdir(fd) if (number := number_of(name)) is not None}
 
     # writing
 
@@ -176,9 +177,9 @@ class CatalogCopies:
     def _rotate(self, directory: int) -> None:
         kept = sorted((manifest.number for manifest in self._manifests(directory)), reverse=True)[:KEPT]
         for name in os.listdir(directory):
-            match = NAME.fullmatch(name)
+            number = number_of(name)
             # Logs are numbered like the copy that they follow; a copy that failed leaves a log without one.
-            if (match and int(match[2]) < min(kept)) or name.startswith("copying."):
+            if (number is not None and number < min(kept)) or name.startswith("copying."):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=directory)
 
@@ -262,13 +263,14 @@ class CatalogCopies:
         with self._reading("read the log of batches") as directory:
             if directory is None:
                 return
-            names = [match for name in os.listdir(directory) if (match := re.fullmatch(r"log-(\d{1,18})", name))]
-            for match in sorted(names, key=lambda match: int(match[1])):
-                if int(match[1]) < first:
-                    continue
+            logs = {number_of(name): name for name in os.listdir(directory) if re.fullmatch(r"log-\d+", name)}
+            for number in sorted(number for number in logs if number is not None and number >= first):
                 try:
-                    fd = os.open(match[0], _READ, dir_fd=directory)
+                    fd = os.open(logs[number], _READ, dir_fd=directory)
                 except OSError:
+                    continue
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    os.close(fd)
                     continue
                 with open(fd, "rb") as file:
                     yield from _records(file)
@@ -290,11 +292,12 @@ def _read_file(directory: int, name: str, limit: int) -> bytes | None:
         fd = os.open(name, _READ, dir_fd=directory)
     except OSError:
         return None
-    with open(fd, "rb") as file:
-        try:
-            return file.read(limit) or b""
-        except OSError:
-            return None
+    try:
+        return os.read(fd, limit)
+    except OSError:  # a directory
+        return None
+    finally:
+        os.close(fd)
 
 
 def parse_manifest(raw: bytes, number: int) -> Manifest | None:

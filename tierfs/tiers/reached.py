@@ -22,7 +22,15 @@ Position = tuple[int, int]
 
 DIRECTORY_NAME = b"catalog"
 """In the archive's private directory: logs, and copies of the catalog."""
-NAME = re.compile(r"(copy|log)-(\d{1,18})(\.json)?")
+_NAME = re.compile(r"(?:copy|log)-(\d{1,18})(?:\.json)?")
+_FOREIGN = 10**12
+"""Numbers grow one by one: none that tierfs gives comes near this."""
+
+
+def number_of(name: str) -> int | None:
+    """The number of a log, or of a copy of the catalog; None for any other name, as for one that somebody made up."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match and int(match[1]) < _FOREIGN else None
 
 
 def position(own: int) -> Position:
@@ -32,7 +40,7 @@ def position(own: int) -> Position:
     except (FileNotFoundError, NotADirectoryError):
         return 0, 0
     try:
-        number = max((int(match[2]) for name in os.listdir(fd) if (match := NAME.fullmatch(name))), default=0)
+        number = max((n for name in os.listdir(fd) if (n := number_of(name)) is not None), default=0)
         try:
             return number, os.stat(f"log-{number}", dir_fd=fd, follow_symlinks=False).st_size
         except FileNotFoundError:
