@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.rebuilding import CALLER, World
+from tests.unit.rebuilding import CALLER, World, policy_of
 from tierfs.catalog import Catalog
 from tierfs.errors import TierError
 from tierfs.fsck import check_all, repair_all
@@ -34,6 +34,12 @@ def world() -> Iterator[World]:
         made.drain()
         yield made
         made.close()
+
+
+@pytest.fixture
+def top() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as path:
+        yield Path(path)
 
 
 def archive(world: World) -> Path:
@@ -328,3 +334,43 @@ def test_a_name_that_tierfs_gives_to_nothing_makes_no_archive_an_older_one(world
     junk.unlink()
     world.reopen()
     assert world.parts.tree.position() >= world.parts.catalog.logged > (0, 0)
+
+
+def test_an_archive_of_which_nothing_is_there_is_repaired_only_if_it_is_gone(world: World) -> None:
+    """It may only not be mounted; what nothing else has would be given up."""
+    world.close()
+    archive(world).rename(world.top / "aside")
+    archive(world).mkdir()
+    for look in (check_all, repair_all):
+        with pytest.raises(TierError, match=r"is it mounted\?.*--repair --gone archive"):
+            look(world.policy, quiet)
+    shutil.rmtree(archive(world))
+    (world.top / "aside").rename(archive(world))
+    assert check_all(world.policy, quiet) == []
+    shutil.rmtree(archive(world))
+    archive(world).mkdir()
+    report = repair_all(world.policy, quiet, gone=["archive"])
+    assert (report.problems, report.lost) == ([], [])
+    world.reopen()
+    world.drain()
+    assert (archive(world) / "run" / "first").read_bytes() == b"1" * 5000
+
+
+@pytest.mark.parametrize("name", ["model.pt", "lost+found", ".Trash-0"])
+def test_a_directory_that_has_files_already_becomes_no_archive(top: Path, name: str) -> None:
+    (top / "archive").mkdir()
+    (top / "archive" / name).mkdir()
+    policy = policy_of(top)
+    policy.state.mkdir()
+    tiers = Tiers.open(policy)
+    catalog = Catalog(catalog_path(policy))
+    try:
+        if name == "model.pt":
+            with pytest.raises(TierError, match=r"is not empty .*model\.pt.*fsck --rebuild"):
+                claim(catalog, policy, tiers)
+            assert tiers.tree.owner() is None
+        else:
+            claim(catalog, policy, tiers)
+    finally:
+        catalog.close()
+        tiers.close()

@@ -183,8 +183,14 @@ def explain(config: Path, path: str, as_json: bool) -> None:
 @click.option("--repair", is_flag=True, help="Mend what does not agree; bytes that nothing names go, others never.")
 @click.option("--rebuild", is_flag=True, help="Make another catalog, from its copy and what the tiers have.")
 @click.option("--data", is_flag=True, help="Read every replica and compare it with its digest.")
+@click.option(
+    "--gone",
+    multiple=True,
+    metavar="TIER",
+    help="With --repair: the files on this tier are gone for good. Else a tier of which nothing is there is refused.",
+)
 @json_option
-def fsck(config: Path, repair: bool, rebuild: bool, data: bool, as_json: bool) -> int:
+def fsck(config: Path, repair: bool, rebuild: bool, data: bool, gone: tuple[str, ...], as_json: bool) -> int:
     """Compare the catalog of an unmounted filesystem with what its tiers hold.
 
     Changes nothing without --repair or --rebuild. Exits 1 when something is wrong, was not mended, or when the bytes of
@@ -209,7 +215,12 @@ def fsck(config: Path, repair: bool, rebuild: bool, data: bool, as_json: bool) -
         raise UsageError("--rebuild repairs, too: give one of --repair and --rebuild")
     if rebuild and data:
         raise UsageError("--data goes with --repair, or alone")
+    if gone and not repair:
+        raise UsageError("--gone goes with --repair")
     policy = load_policy(config)
+    names = [tier.name for tier in policy.tiers]
+    if unknown := set(gone).difference(names):
+        raise UsageError(f"there is no tier called {min(unknown)}; {config} has {', '.join(names)}")
     for record in list_mounts():
         if os.path.realpath(record.state) == os.path.realpath(policy.state):
             raise UsageError(f"{config} is mounted on {record.mountpoint}; umount it first")
@@ -223,7 +234,7 @@ def fsck(config: Path, repair: bool, rebuild: bool, data: bool, as_json: bool) -
                 else:
                     from tierfs.fsck import repair_all
 
-                    report = repair_all(policy, progress, data=data)
+                    report = repair_all(policy, progress, data=data, gone=gone)
             render.print_json(report.as_json()) if as_json else _show_report(report)
             return 1 if report.problems or report.lost else 0
         from tierfs.fsck import check_all

@@ -13,6 +13,7 @@ from tierfs.errors import SourceChanged, TierError
 from tierfs.fs.copies import drains_of
 from tierfs.fsck.memory import foresee, gone
 from tierfs.fsck.session import Progress, catalog_path, has_catalog, opened
+from tierfs.migrator.joining import known_disks
 from tierfs.migrator.rollback import find_loss
 from tierfs.migrator.steps import Batch
 from tierfs.policy.match import RuleMatcher
@@ -45,7 +46,7 @@ def check_all(policy: Policy, progress: Progress, *, data: bool = False) -> list
     with opened(policy) as tiers:
         catalog = Catalog(path, verify=True)
         try:
-            tiers.check_catalog(catalog.uuid, (), claim=False)
+            tiers.check_catalog(catalog.uuid, known_disks(catalog, policy), claim=False)
             loss = find_loss(catalog, policy, tiers.stores)
             problems = broken = check_catalog(catalog, progress)
             if tiers.tree.position() < catalog.logged:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tierfs.catalog import MendableCatalog, PublishedName
@@ -21,6 +22,7 @@ from tierfs.fsck.memory import memory_is_lost, take_back
 from tierfs.fsck.session import Progress, Report, catalog_path, has_catalog, opened
 from tierfs.migrator.archive import Archive
 from tierfs.migrator.describe import beside
+from tierfs.migrator.joining import known_disks
 from tierfs.migrator.keeping import keep_closed
 from tierfs.policy.model import Policy
 from tierfs.tiers.assembly import Tiers
@@ -31,15 +33,18 @@ from tierfs.tiers.copy import copy_file
 from tierfs.types import Attributes, Ino, OpKind, Replica, ReplicaState
 
 
-def repair_all(policy: Policy, progress: Progress, *, data: bool = False) -> Report:
+def repair_all(
+    policy: Policy, progress: Progress, *, data: bool = False, gone: Collection[str] = ()
+) -> Report:
     """Mend the catalog of an unmounted policy; with ``data`` every replica is read. MountError while it is mounted;
-    CatalogDamaged: `rebuild_all`."""
+    CatalogDamaged: `rebuild_all`; TierError, too, for a tier of which nothing is there but that is not among those that
+    are ``gone`` for good: it may only not be mounted."""
     if not has_catalog(policy):
         return Report()
     with opened(policy) as tiers:
         catalog = MendableCatalog(catalog_path(policy), verify=True)
         try:
-            tiers.check_catalog(catalog.uuid, (), claim=False)
+            tiers.check_catalog(catalog.uuid, known_disks(catalog, policy).difference(gone), claim=False)
             copies = CatalogCopies(tiers.tree)
             copies.forget_clean()
             report = Report()

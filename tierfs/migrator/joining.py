@@ -50,11 +50,17 @@ def join(
     return migrator, files
 
 
+def known_disks(catalog: Catalog, policy: Policy) -> set[str]:
+    """Persistent tiers on which the catalog has something."""
+    return catalog.known_tiers(policy.tiers[-1].name) & {tier.name for tier in policy.tiers if tier.persistent}
+
+
 def claim(catalog: Catalog, policy: Policy, tiers: Tiers) -> None:
     """Make sure that the tiers are those that the catalog knows, each as far as it knows it; those that belong to
     nobody become its own. Blocks on them. Raises TierError, CatalogError."""
-    archive = policy.tiers[-1].name
-    known = catalog.known_tiers(archive) & {tier.name for tier in policy.tiers if tier.persistent}
+    known = known_disks(catalog, policy)
+    if tiers.tree.owner() is None:
+        tiers.tree.refuse_strangers()
     if tiers.tree.owner() is None and catalog.logged != (0, 0):
         # A new archive, on which nothing has happened yet. The catalog must say so before the archive is its own:
         # a crash between the two would leave one that is refused as an older copy.

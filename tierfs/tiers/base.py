@@ -108,7 +108,8 @@ def check_owner(tier: str, dir_fd: int, where: Path, catalog: str, *, claim: boo
             raise refusal(
                 tier,
                 f"{where} is not the directory that the state directory knows: nothing of the tier is there; is it "
-                f"mounted? If you moved the tier, move all its contents along",
+                f"mounted? If you moved the tier, move all its contents along; if they are gone for good, "
+                f"`tierfs fsck --repair --gone {tier} CONFIG` goes on without them",
             )
         if claim:
             temp = create_temporary(dir_fd, "owner")

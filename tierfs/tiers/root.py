@@ -39,6 +39,8 @@ from tierfs.types import Usage
 log = logging.getLogger("tierfs.archive")
 
 RESERVED = b".tierfs"
+_OF_FILESYSTEMS = ("lost+found", ".snapshot", ".snapshots")
+"""What a filesystem has in its root without anybody's doing."""
 ASIDE = b"aside."
 """Prefix in the private directory: an object of the archive that an exchange has put there for a moment."""
 
@@ -113,6 +115,20 @@ class ArchiveRoot:
                 check_owner(self.name, own, self.root / os.fsdecode(RESERVED), catalog, claim=claim, known=known)
             finally:
                 os.close(own)
+
+    def refuse_strangers(self) -> None:
+        """Refuse a directory that has files already, of which nobody told tierfs: the mount would not show them, and
+        write over them. Raises TierError."""
+        with failing_as(self.name, f"look at {self.root}"), self.use() as held:
+            found = sorted(name for name in os.listdir(held.root) if name != os.fsdecode(RESERVED))
+        found = [name for name in found if name not in _OF_FILESYSTEMS and not name.startswith(".Trash-")]
+        if found:
+            raise refusal(
+                self.name,
+                f"{self.root} is not empty (it has {found[0]!r}): the mount would not show what is there, and write "
+                "over it; give the archive an empty directory, or make these the files of the mount with "
+                "`tierfs fsck --rebuild CONFIG` and a new state directory",
+            )
 
     def position(self) -> Position:
         """How far the log of batches here is: `tierfs.tiers.reached`. Raises TierError."""

@@ -59,7 +59,7 @@ def test_fsck_that_lost_a_file_has_failed(
     report = FsckReport()
     report.did("replaced the missing replica on nvme", b"good.pt")
     fake = types.ModuleType("tierfs.fsck")
-    fake.repair_all = lambda policy, progress, data: report  # type: ignore[attr-defined]
+    fake.repair_all = lambda policy, progress, data, gone: report  # type: ignore[attr-defined]
     fake.rebuild_all = lambda policy, progress: report  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tierfs.fsck", fake)
     assert run("fsck", option, config) == 0
