@@ -166,7 +166,8 @@ class History:
             if content is None or held == content or held not in self.versions[file]:
                 continue
             if number + 1 == len(states) or states[number + 1][0] > floor:
-                found.append(min(held, start))
+                lost = next((later for later in self.versions[file] if later > held), start + 1)
+                found.append(start if held > content else lost - 1)
         return found
 
     def _in_renamed_directory(self, path: Path, held: Content) -> list[int]:

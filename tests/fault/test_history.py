@@ -146,6 +146,25 @@ def test_a_newer_content_may_be_at_a_name_that_its_file_had_before() -> None:
     assert history.faults({"a": 4}) != []
 
 
+def test_what_was_lost_of_a_file_that_was_renamed_here_is_what_it_held_later() -> None:
+    """Not what another file lost that had the name before."""
+    history = History()
+    history.save("a")
+    history.file_flushed("a")
+    history.save("b")
+    history.file_flushed("b")
+    history.save("c")
+    history.unlink("b")
+    history.unlink("c")
+    history.save("a")
+    history.rename("a", "b")
+    assert history.faults({"b": 1}) == []
+    history.save("d")
+    history.file_flushed("d")
+    history.unlink("d")
+    assert "d was deleted by 9, but b lost 7" in history.faults({"b": 1})[0]
+
+
 def test_a_file_may_be_in_its_directory_whose_rename_was_undone() -> None:
     history = History()
     history.save("d/a")
