@@ -46,6 +46,9 @@ class At:
     SETTLE_SYNCED = Point("the replica on a persistent ack tier is synced; the catalog has it WRITTEN")
     SETTLE_RECORDED = Point("that replica is DURABLE in the catalog; which is not synced")
 
+    CHUNK_WRITTEN = Point("a chunk is in a temporary file of the archive, synced; it does not have its name")
+    CHUNK_NAMED = Point("the chunk has its name, not synced; no manifest names it")
+    CHUNKS_SYNCED = Point("all chunks of a file are there, synced with their names; its manifest is not written")
     PUBLISH_READY = Point("content is in the archive's temporary area, synced; nobody knows")
     PUBLISH_COPIED = Point("the migrator knows that this content is there; no batch brings it")
     PUBLISH_PLANNED = Point("the batch is stored in the catalog; which is not synced")
@@ -57,6 +60,9 @@ class At:
     PUBLISH_TAKEN = Point("all steps of the batch are taken; their directories are not synced")
     PUBLISH_DURABLE = Point("the directories are synced; the catalog has the batch as one to be carried out")
     PUBLISH_RECORDED = Point("the batch is gone from the catalog, its effects are there; which is not synced")
+
+    COLLECT_MARKED = Point("the chunks that no manifest names are known; all are there")
+    COLLECT_REMOVED = Point("one more of them is removed; others are not")
 
     NAME_FORGOTTEN = Point("the kernel forgot a deleted file, whose row is held or goes; the journal does not have it")
     HELD_RELEASED = Point("rows that were held are dropped; the catalog is not synced, the bytes are there")

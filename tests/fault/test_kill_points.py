@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.killing import Points, bury, end, exchange, remember, tree
+from tests.fault.test_kill_points_chunks import COLLECTIONS, COPIES
 from tests.fault.test_kill_points_memory import LOSSES, recovered, since
 from tests.mount.conftest import eventually
 from tierfs.points import POINTS, At, Point
@@ -359,4 +360,5 @@ def test_a_rebuild_that_was_killed_is_done_by_the_next(mnt: TestMount, points: P
 def test_every_point_is_struck() -> None:
     struck = {case.point for case in CASES} | {point for point, _ in LOSSES} | {*ENDS, *REBUILDS}
     struck |= {point for point in POINTS if point.name.startswith(("ROLLBACK", "ORPHANS", "REPORT"))}
+    struck |= {*COPIES, *COLLECTIONS}
     assert struck == set(POINTS)

@@ -25,6 +25,7 @@ from tierfs.fs.namespace import RENAME_EXCHANGE, RENAME_NOREPLACE
 from tierfs.fs.settle import settle
 from tierfs.fsck.check import open_replica
 from tierfs.migrator.recovery import reclaim_orphans
+from tierfs.tiers.content import FileContent
 from tierfs.types import ROOT_INO, Attributes, ReplicaState
 
 SET_BEFORE = 10**18
@@ -248,7 +249,9 @@ class Mounted(World):
         replicas = [r for r in catalog.replicas(attributes.ino) if r.version == attributes.version]
         found = {}
         for replica in replicas:
-            fd = open_replica(catalog, stores, self.parts.tree, replica)
+            found = open_replica(catalog, stores, self.parts.tree, replica)
+            assert isinstance(found, FileContent)
+            fd = found.fd
             found[replica.tier] = os.pread(fd, 1 << 20, 0)
             os.close(fd)
         assert len(set(found.values())) <= 1, f"{attributes.ino}: tiers differ: {found}"

@@ -19,6 +19,7 @@ from tierfs.migrator.joining import join
 from tierfs.migrator.migrator import Migrator
 from tierfs.operations import Operations
 from tierfs.policy.load import parse_policy
+from tierfs.tiers.assembly import chunked_store
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import Usage
@@ -69,6 +70,7 @@ def assemble(
     memory: str = "64MiB",
     limits: str = "{}",
     catalog_at: Path | None = None,
+    layout: str = "tree",
 ) -> Parts:
     """``wrap`` is called with each tier but memory once it is prepared, for something to be used in its place.
     ``disks``: tiers between memory and archive. ``rules``: the policy's, as YAML."""
@@ -78,7 +80,7 @@ def assemble(
 state: {top}/state
 tiers:
   memory: {{kind: memory, size: {memory}, path: {top}/memory}}
-{middle}  archive: {{kind: dir, path: {top}/archive}}
+{middle}  archive: {{kind: dir, path: {top}/archive, layout: {layout}}}
 limits: {limits}
 rules: {rules or "[]"}
 """,
@@ -89,7 +91,7 @@ rules: {rules or "[]"}
         name: ReplicaStore(name, top / name, persistent=name != "memory", size=policy.tier(name).size)
         for name in ("memory", *disks)
     }
-    tree = TreeStore("archive", top / "archive")
+    tree = (TreeStore if layout == "tree" else chunked_store())("archive", top / "archive")
     for tier in (*stores.values(), tree):
         tier.prepare()
     stores.update({name: wrap(stores[name]) for name in disks})

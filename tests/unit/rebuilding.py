@@ -19,6 +19,7 @@ from tierfs.fsck.check import open_replica
 from tierfs.fsck.session import catalog_path
 from tierfs.policy.load import parse_policy
 from tierfs.policy.model import Policy
+from tierfs.tiers.content import FileContent
 from tierfs.types import ROOT_INO, Attributes, Ino, ReplicaState
 
 CALLER = Caller(0, 0)
@@ -179,8 +180,9 @@ class World:
         contents = set()
         for replica in parts.catalog.replicas(attributes.ino):
             if replica.version == attributes.version and replica.state is not ReplicaState.OPEN:
-                fd = open_replica(parts.catalog, parts.stores, parts.tree, replica)
-                with open(fd, "rb") as file:
+                found = open_replica(parts.catalog, parts.stores, parts.tree, replica)
+                assert isinstance(found, FileContent)
+                with open(found.fd, "rb") as file:
                     contents.add(file.read())
         assert len(contents) == 1, (attributes, parts.catalog.replicas(attributes.ino))
         return list(contents)

@@ -22,10 +22,11 @@ from test_mover import content, needs_root, small
 from tierfs.errors import FsError
 from tierfs.fs import open_files
 from tierfs.fs.caller import Caller
-from tierfs.migrator import direct, gradual, recall
+from tierfs.migrator import gradual, recall
 from tierfs.migrator.direct import KEPT, Direct
 from tierfs.migrator.gradual import Recall
-from tierfs.tiers.copy import CHUNK, read_chunk
+from tierfs.tiers import content as contents
+from tierfs.tiers.copy import CHUNK
 from tierfs.types import ROOT_INO
 
 MIB = 1 << 20
@@ -211,12 +212,13 @@ class Half:
 
     def __init__(self) -> None:
         self.held, self.go_on = threading.Event(), threading.Event()
+        self.real = Recall._copy
 
-    def read(self, fd: int, offset: int, length: int) -> memoryview:
-        if offset:
+    def copy(self, recall: Recall, index: int) -> bool:
+        if index:
             self.held.set()
             assert self.go_on.wait(30)
-        return read_chunk(fd, offset, length)
+        return self.real(recall, index)
 
 
 @pytest.fixture
@@ -225,7 +227,7 @@ def half(monkeypatch: pytest.MonkeyPatch) -> Iterator[Half]:
     monkeypatch.setattr(recall, "GRADUAL", CHUNK)
     monkeypatch.setattr(gradual, "RETRY_FIRST", 0.01)
     made = Half()
-    monkeypatch.setattr(gradual, "read_chunk", made.read)
+    monkeypatch.setattr(Recall, "_copy", lambda recall, index: made.copy(recall, index))
     yield made
     made.go_on.set()
 
@@ -406,13 +408,13 @@ def test_a_new_daemon_reads_on(parts: Parts, kind: str) -> None:
 def test_an_archive_that_hangs_gives_eio_in_time_and_then_the_bytes(
     parts: Parts, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answers, real = threading.Event(), direct.read_chunk
+    answers, real = threading.Event(), contents.read_chunk
 
     def hang(fd: int, offset: int, length: int) -> memoryview:
         assert answers.wait(60)
         return real(fd, offset, length)
 
-    monkeypatch.setattr(direct, "read_chunk", hang)
+    monkeypatch.setattr(contents, "read_chunk", hang)
 
     async def use() -> None:
         ino = await cold(parts)
@@ -441,14 +443,14 @@ def test_an_archive_that_hangs_gives_eio_in_time_and_then_the_bytes(
 def test_an_archive_that_fails_for_a_while_is_asked_again(
     parts: Parts, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failures, real = iter(range(3)), direct.read_chunk
+    failures, real = iter(range(3)), contents.read_chunk
 
     def flaky(fd: int, offset: int, length: int) -> memoryview:
         if next(failures, None) is not None:
             raise OSError(errno.EIO, "flaky")
         return real(fd, offset, length)
 
-    monkeypatch.setattr(direct, "read_chunk", flaky)
+    monkeypatch.setattr(contents, "read_chunk", flaky)
 
     async def use() -> None:
         ino = await cold(parts)

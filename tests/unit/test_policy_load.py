@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import importlib.util
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfs.errors import ConfigError
+from tierfs.policy.describe import explain
 from tierfs.policy.load import MAX_BYTES, check_paths, load_policy, parse_policy
 from tierfs.policy.model import Keep, Limits, Policy, Rule, ScrubConfig, TierConfig
 
@@ -150,8 +154,18 @@ MISTAKES = {
         "tiers.archive.kind",
         "kind: object is not supported in this version",
     ),
-    "layout": ("path: /archive", "layout: tree", 17, "tiers.archive.layout", "layout is not supported in this version"),
-    "codec": ("path: /archive", "codec: lz4", 17, "tiers.archive.codec", "codec is not supported in this version"),
+    "layout": ("/archive}", "/archive, layout: chunk}", 17, "tiers.archive.layout", "did you mean 'chunks'?"),
+    "layout of a local tier": ("    size: 2TB", "    layout: chunks", 16, "tiers.nvme.layout", "only to the archive"),
+    "codec": ("/archive}", "/archive, layout: chunks, codec: gzip}", 17, "tiers.archive.codec", "not a valid value"),
+    "codec of trees": ("/archive}", "/archive, codec: lz4}", 17, "tiers.archive.codec", "only to layout chunks"),
+    "codec delta": (
+        "/archive}",
+        "/archive, layout: chunks, codec: delta}",
+        17,
+        "tiers.archive.codec",
+        "codec: delta is not supported in this version; use shuffle-zstd",
+    ),
+    "codec of a rule": ("    drain: archive", "    codec: lz4", 28, "rules[1].codec", "archive has layout tree"),
     "deadline of no unit": (
         "    drain: archive",
         "    durable_within: 5",
@@ -533,3 +547,48 @@ def test_limits_and_scrub() -> None:
 def test_mistakes_of_limits_and_scrub(line: str, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         parse_policy(f"{SMALL}{line}\n", "p.yaml")
+
+
+CHUNKED = """
+state: /var/lib/tierfs
+tiers:
+  memory: {kind: memory, size: 64GiB}
+  archive: {kind: dir, path: /archive, layout: chunks}
+rules:
+  - {match: "*.pt", codec: shuffle-zstd}
+  - {match: "*.log", codec: none}
+"""
+
+
+def test_an_archive_of_chunks_has_a_codec_and_rules_may_have_others() -> None:
+    policy = parse_policy(CHUNKED, "test")
+    assert (policy.tiers[-1].layout, policy.tiers[-1].codec) == ("chunks", "bitshuffle-lz4")
+    assert [rule.codec for rule in policy.rules] == ["shuffle-zstd", "none", None]
+    assert explain(policy, b"a.pt")["codec"] == "shuffle-zstd"
+    assert explain(policy, b"a.bin")["codec"] == "bitshuffle-lz4"
+
+
+def test_a_rule_whose_files_do_not_go_there_has_no_codec() -> None:
+    with pytest.raises(ConfigError, match="the files of this rule end on memory"):
+        parse_policy(CHUNKED.replace("codec: none", "codec: none, drain: none"), "test")
+
+
+def test_what_layout_chunks_needs_and_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "archive").mkdir()
+    text = CHUNKED.replace("/archive", f"{tmp_path}/archive").replace("/var/lib/tierfs", f"{tmp_path}/state")
+    policy = parse_policy(text, "test")
+    check_paths(policy)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "blake3" else found(name))
+    with pytest.raises(ConfigError, match=r"needs blake3.*pip install 'tierfs\[chunks\]'"):
+        check_paths(policy)
+
+
+def test_a_mount_without_such_an_archive_imports_none_of_it(tmp_path: Path) -> None:
+    """Neither on its way to a mount nor in what serves it."""
+    code = (
+        "import sys, tierfs.daemon, tierfs.cli.app, tierfs.fsck, tierfs.operations, tierfs.tiers.assembly\n"
+        "print(sorted({'blake3', 'imagecodecs', 'numpy', 'pyfastcdc', 'zstandard'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

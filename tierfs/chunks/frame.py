@@ -41,17 +41,23 @@ def header(codec: int, item: int, length: int, base: bytes | None = None) -> byt
     return _HEADER.pack(_MAGIC, codec, item, base is not None, 0, length) + (base or b"")
 
 
-def parse(raw: memoryview) -> Frame:
-    """The parts of a stored chunk, nothing copied. Raises `ChunkDamaged`."""
+def peek(raw: bytes | memoryview, stored: int) -> Frame:
+    """What the first bytes (`LONGEST_HEADER` are enough) of a stored chunk of ``stored`` bytes say, without its
+    payload. Raises `ChunkDamaged`."""
     if len(raw) < _HEADER.size:
         raise ChunkDamaged(f"chunk: {len(raw)} bytes are too few for a header")
     magic, codec, item, based, reserved, length = _HEADER.unpack_from(raw)
     if magic != _MAGIC or reserved != 0 or based > 1:
         raise ChunkDamaged("chunk: does not begin with the header of a chunk, or has a later format")
     start = _HEADER.size + based * ID_SIZE
-    if item not in SIZES or not 0 < length <= CHUNK_LIMIT or not start < len(raw) <= start + CHUNK_LIMIT:
+    if item not in SIZES or not 0 < length <= CHUNK_LIMIT or not start < stored <= start + CHUNK_LIMIT:
         raise ChunkDamaged("chunk: its header says what cannot be")
-    payload = raw[start:]
-    if codec == 0 and (based or len(payload) != length):
-        raise ChunkDamaged(f"chunk: {len(payload)} bytes, stored as they are, instead of {length}")
-    return Frame(codec, item, length, bytes(raw[_HEADER.size : start]) if based else None, payload)
+    if codec == 0 and (based or stored - start != length):
+        raise ChunkDamaged(f"chunk: {stored - start} bytes, stored as they are, instead of {length}")
+    return Frame(codec, item, length, bytes(raw[_HEADER.size : start]) if based else None, memoryview(b""))
+
+
+def parse(raw: memoryview) -> Frame:
+    """The parts of a stored chunk, nothing copied. Raises `ChunkDamaged`."""
+    found = peek(raw, len(raw))
+    return found._replace(payload=raw[_HEADER.size + (ID_SIZE if found.base is not None else 0) :])

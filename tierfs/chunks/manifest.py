@@ -283,7 +283,7 @@ def _check(manifest: Manifest) -> None:
     _require(abs(manifest.mtime_ns) <= _MOST, "mtime out of range")
     _require(len(manifest.digest) == 16, "digest of another length")
     _require(len(manifest.link) <= 64, "identity of hard links too long")
-    _require(all(_is_xattr(name) for name in manifest.xattrs), "no xattr of a user")
+    _require(all(is_xattr(name) for name in manifest.xattrs), "no xattr of a user")
     for chunk in manifest.chunks:
         _check_chunk(chunk)
     _check_content((chunk.id, chunk.length) for chunk in manifest.chunks)
@@ -322,7 +322,8 @@ def _check_runs(manifest: Manifest) -> None:
     _require(not any(missing) and total == manifest.size, "chunks or file not covered")
 
 
-def _is_xattr(name: bytes) -> bool:
+def is_xattr(name: bytes) -> bool:
+    """Whether a manifest has attributes of this name."""
     return name.startswith(b"user.") and not name.startswith(b"user.tierfs.") and len(name) <= 255 and b"\0" not in name
 
 

@@ -10,7 +10,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from tierfs import __version__
-from tierfs.cli import inspect, mounting, moving, recovering
+from tierfs.cli import archives, inspect, mounting, moving, recovering
 from tierfs.cli.render import printable
 from tierfs.errors import TierfsError
 
@@ -46,7 +46,7 @@ def completion(shell: str) -> None:
     click.echo(kind(cli, {}, "tierfs", "_TIERFS_COMPLETE").source(), nl=False)
 
 
-for _command in (*mounting.COMMANDS, *inspect.COMMANDS, *moving.COMMANDS, *recovering.COMMANDS):
+for _command in (*mounting.COMMANDS, *inspect.COMMANDS, *moving.COMMANDS, *recovering.COMMANDS, *archives.COMMANDS):
     cli.add_command(_command)
 
 

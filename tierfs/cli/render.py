@@ -266,7 +266,12 @@ def recovery(report: Json) -> None:
 
 
 def _when(report: Json) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report["at"]))
+    return when(report["at"])
+
+
+def when(at: float) -> str:
+    """A time in seconds since the epoch, in local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def policy(summary: Json) -> None:
@@ -276,7 +281,7 @@ def policy(summary: Json) -> None:
     rows = [
         [
             tier["name"],
-            tier["kind"] + (" (archive)" if tier["archive"] else ""),
+            tier["kind"] + (f" (archive, {_layout(tier)})" if tier["archive"] else ""),
             tier["path"] or "own tmpfs",
             size(tier["size"]) if tier["size"] is not None else "whole file system",
             f"{tier['high']:.0%}",
@@ -292,6 +297,10 @@ def policy(summary: Json) -> None:
     table(("RULE", "MATCH", "ACK", "CLOSE", "FSYNC", "DRAIN", "KEEP"), rules, right=("RULE",))
     for remark in summary["remarks"]:
         note(remark)
+
+
+def _layout(tier: Json) -> str:
+    return f"chunks, {tier['codec']}" if tier["layout"] == "chunks" else str(tier["layout"])
 
 
 def explanation(answer: Json) -> None:

@@ -460,12 +460,12 @@ class Adoption:
                 continue
             try:
                 digest = replica.digest or self._digest_of(replica)
-                fd = self.tiers.tree.open(standing.path)
+                content = self.tiers.tree.content(standing.path)
                 try:
-                    if digest_file(fd, replica.size) == digest:
+                    if content.digest(replica.size) == digest:
                         return replica._replace(digest=digest)
                 finally:
-                    os.close(fd)
+                    content.close()
             except (OSError, SourceChanged, TierError):
                 continue
         return None
@@ -482,11 +482,11 @@ class Adoption:
         if standing.status.st_mtime_ns == attributes.mtime_ns or replica.digest is None:
             return True
         try:
-            fd = self.tiers.tree.open(standing.path)
+            content = self.tiers.tree.content(standing.path)
             try:
-                return digest_file(fd, replica.size) == replica.digest
+                return content.digest(replica.size) == replica.digest
             finally:
-                os.close(fd)
+                content.close()
         except (OSError, SourceChanged, TierError):
             return False
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tierfs.catalog import Catalog, PublishedName
-from tierfs.errors import SourceChanged, TierError
+from tierfs.errors import DigestMismatch, SourceChanged, TierError
 from tierfs.fs.copies import drains_of
 from tierfs.fsck.memory import foresee, gone
 from tierfs.fsck.session import Progress, catalog_path, has_catalog, opened
@@ -19,7 +19,7 @@ from tierfs.migrator.steps import Batch
 from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import OWNER, ReplicaStore
-from tierfs.tiers.copy import digest_file
+from tierfs.tiers.content import Content, FileContent
 from tierfs.tiers.root import RESERVED
 from tierfs.tiers.tree import TreeStore
 from tierfs.tiers.walk import walk
@@ -169,7 +169,9 @@ def _archive(catalog: Catalog, tree: TreeStore, published: Iterable[PublishedNam
             continue
         for replica in catalog.replicas(row.ino):
             archived = replica.tier == tree.name and abs(row.occupant) == row.ino and stat.S_ISREG(status.st_mode)
-            if archived and replica.size != status.st_size:
+            if archived and (lacks := tree.lacks(names)) is not None:
+                problems.append({"severity": "error", "what": f"on the archive {lacks}", "path": shown})
+            elif archived and replica.size != status.st_size:
                 what = f"archive has {status.st_size} bytes, not {replica.size}"
                 problems.append({"severity": "error", "what": what, "path": shown})
     return problems
@@ -210,11 +212,11 @@ def archive_paths(catalog: Catalog, ino: int) -> list[tuple[bytes, ...]]:
     return [path for path in paths if path is not None]
 
 
-def open_replica(catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeStore, replica: Replica) -> int:
-    """Descriptor for reading. Raises OSError, TierError."""
+def open_replica(catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeStore, replica: Replica) -> Content:
+    """Its bytes. Raises OSError, TierError."""
     if replica.tier in stores:
-        return stores[replica.tier].open(replica.key, write=False)
-    return tree.open_first(archive_paths(catalog, replica.ino), replica.size)
+        return FileContent(stores[replica.tier].open(replica.key, write=False))
+    return tree.content_first(archive_paths(catalog, replica.ino), replica.size)
 
 
 def has_digest(catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeStore, replica: Replica) -> bool | None:
@@ -222,12 +224,12 @@ def has_digest(catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeS
     if replica.digest is None or replica.state is ReplicaState.OPEN:
         return None
     try:
-        fd = open_replica(catalog, stores, tree, replica)
+        content = open_replica(catalog, stores, tree, replica)
         try:
-            return digest_file(fd, replica.size) == replica.digest
+            return content.digest(replica.size) == replica.digest
         finally:
-            os.close(fd)
-    except SourceChanged:
+            content.close()
+    except (SourceChanged, DigestMismatch):
         return False
     except (OSError, TierError):
         return None

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tierfs.catalog import MendableCatalog, PublishedName
-from tierfs.errors import ContentMissing, SourceChanged, TierError
+from tierfs.errors import ContentMissing, DigestMismatch, SourceChanged, TierError
 from tierfs.fsck.check import archive_paths, check_strays, check_tiers, has_digest, open_replica
 from tierfs.fsck.memory import memory_is_lost, take_back
 from tierfs.fsck.session import Progress, Report, catalog_path, has_catalog, opened
@@ -29,7 +29,6 @@ from tierfs.tiers.assembly import Tiers
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.beside import describer
 from tierfs.tiers.copies import CatalogCopies
-from tierfs.tiers.copy import copy_file
 from tierfs.types import Attributes, Ino, OpKind, Replica, ReplicaState
 
 
@@ -218,15 +217,15 @@ class Repair:
         self._keys += 1
         key = f"{bad.ino:x}-{self._keys:x}"
         try:
-            fd = open_replica(self.catalog, self.stores, self.tiers.tree, source)
+            content = open_replica(self.catalog, self.stores, self.tiers.tree, source)
         except (OSError, TierError):
             return None
         try:
-            if os.fstat(fd).st_size != source.size:
+            if content.size != source.size:
                 return None
             temp = store.temporary(key)
             try:
-                digest = copy_file(fd, temp, source.size)
+                digest = content.copy(temp, source.size)
                 if wanted is None or digest != wanted:
                     return None
                 describe = describer(beside(self.catalog, bad.ino, bad.version))
@@ -234,10 +233,10 @@ class Repair:
             finally:
                 temp.discard()
             return bad._replace(key=key, digest=digest, state=ReplicaState.DURABLE)
-        except SourceChanged:
+        except (SourceChanged, DigestMismatch):
             return None
         finally:
-            os.close(fd)
+            content.close()
 
     # the archive
 
@@ -246,6 +245,7 @@ class Repair:
         published = self.catalog.all_published()
         missing: list[PublishedName] = []
         changed: dict[int, os.stat_result] = {}
+        lacking: dict[int, str] = {}
         for index, row in enumerate(published):
             if index % 256 == 0:
                 self.progress(index, len(published), "archive")
@@ -258,11 +258,17 @@ class Repair:
                     missing.append(row)
                 elif abs(row.occupant) == row.ino and stat.S_ISREG(status.st_mode):
                     for replica in self.catalog.replicas(row.ino):
-                        if replica.tier == self.archive_name and replica.size != status.st_size:
+                        if replica.tier != self.archive_name:
+                            continue
+                        if (lacks := tree.lacks(path)) is not None:
+                            lacking[row.ino] = lacks
+                        elif replica.size != status.st_size:
                             changed[row.ino] = status
         self._restore_names(missing)
         for ino, status in changed.items():
             self._changed_on_archive(ino, status)
+        for ino, lacks in lacking.items():
+            self._lacking_on_archive(ino, lacks)
         self._archive_data()
 
     def _restore_names(self, missing: list[PublishedName]) -> None:
@@ -318,6 +324,21 @@ class Repair:
                 what = f"has {status.st_size} bytes on the archive, not {old[0].size}: taken as found, not verified"
                 kind = "as found"
         self.report.did(what, self._shown(ino), kind)
+
+    def _lacking_on_archive(self, ino: int, lacks: str) -> None:
+        """What the archive's file stands for is not all there: copied again if there is another copy, else damaged."""
+        attributes = self.catalog.attributes(ino)
+        replicas = self.catalog.replicas(ino)
+        for replica in (r for r in replicas if r.tier == self.archive_name):
+            elsewhere = any(r.tier in self.stores and r.version == replica.version for r in replicas)
+            with self.catalog.transaction():
+                if attributes is not None and elsewhere and replica.version == attributes.version:
+                    self.catalog.drop_damage(replica.ino, replica.version, replica.tier)
+                    self.catalog.remove_replica(replica)
+                    self._publish_again(attributes)
+                    self.report.did(f"on the archive {lacks}; to be copied there again", self._shown(ino))
+                elif not self.catalog.is_damaged(replica):
+                    self.catalog.put_damage(replica, lacks, self.now)
 
     def _archive_data(self) -> None:
         """With ``data``, or on an older copy, of all files, else of those that a scrub listed."""

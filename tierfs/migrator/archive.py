@@ -1,4 +1,4 @@
-"""The archive (layout tree) follows the mount by replaying the oplog in order.
+"""The archive follows the mount by replaying the oplog in order.
 
 `published` is the namespace as the archive has it: one row per name, with the inode that the name means
 and its occupant, the inode whose object physically stands there. They differ while a file's content has
@@ -240,7 +240,8 @@ class Archive:
         while self._settled:
             self.store.forget_exchange(self._settled[-1])
             self._settled.pop()
-        batch.execute(self.store, alive)
+        with self.store.changing(alive):
+            batch.execute(self.store, alive)
 
     def _log(self) -> None:
         """Log the batch, once. On a full archive without that: deletes must get through, and a rebuild of the catalog

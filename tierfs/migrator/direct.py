@@ -23,7 +23,8 @@ import trio
 
 from tierfs.errors import DigestMismatch, FsError, SourceChanged, TierError
 from tierfs.migrator.tries import RETRY_FIRST, RETRY_LAST
-from tierfs.tiers.copy import CHUNK, chunk_digest, read_chunk, tree_digest
+from tierfs.tiers.content import Content
+from tierfs.tiers.copy import CHUNK, chunk_digest, tree_digest
 from tierfs.types import Replica
 
 KEPT = 16
@@ -36,7 +37,7 @@ Kept = OrderedDict[tuple[int, int], bytes]
 class Host(Protocol):
     """What this module needs of the recaller. Called on the event loop."""
 
-    def locate(self, source: Replica) -> Callable[[], int]:
+    def locate(self, source: Replica) -> Callable[[], Content]:
         """What opens the source, in a thread, where it stands now. That raises OSError, TierError."""
 
     async def whole(self, replica: Replica) -> tuple[Replica, int]:
@@ -78,7 +79,7 @@ class Direct:
     def __post_init__(self) -> None:
         self._turn = trio.Lock()
         self._arrived = 0
-        self._held = -1
+        self._held: Content | None = None
         """The source, open: it may be deleted while the file is still read. Under ``_holding``."""
         self._holding = threading.Lock()
         self._over = False
@@ -119,9 +120,9 @@ class Direct:
     def _end(self) -> None:
         with self._holding:
             self._over = True
-            held, self._held = self._held, -1
-        if held >= 0:
-            os.close(held)
+            held, self._held = self._held, None
+        if held is not None:
+            held.close()
         for key in [key for key in self.kept if key[0] == self.number]:
             del self.kept[key]
 
@@ -192,42 +193,44 @@ class Direct:
 
     # in a thread, which may hang in the tier for ever
 
-    def _load(self, index: int, opener: Callable[[], int], alive: Callable[[], object]) -> tuple[bytes, list[bytes]]:
+    def _load(
+        self, index: int, opener: Callable[[], Content], alive: Callable[[], object]
+    ) -> tuple[bytes, list[bytes]]:
         """A chunk that was checked, and the digests of all. Raises OSError, TierError, DigestMismatch."""
-        fd = self._open(opener)
+        content = self._open(opener)
         try:
-            chunks = self.chunks or self._survey(fd, alive)
+            chunks = self.chunks or self._survey(content, alive)
             offset = index * CHUNK
-            data = bytes(read_chunk(fd, offset, min(CHUNK, self.source.size - offset)))
+            data = bytes(content.read(offset, min(CHUNK, self.source.size - offset)))
             if chunk_digest(data) != chunks[index]:
                 raise DigestMismatch(f"bytes {offset} and on are not those that were written; reading them gives EIO")
             return data, chunks
         finally:
-            os.close(fd)
+            content.close()
 
-    def _open(self, opener: Callable[[], int]) -> int:
+    def _open(self, opener: Callable[[], Content]) -> Content:
         with self._holding:
-            if self._held >= 0:
-                return os.dup(self._held)
-        fd = opener()
+            if self._held is not None:
+                return self._held.share()
+        content = opener()
         with self._holding:
-            if not self._over and self._held < 0:
-                self._held = os.dup(fd)
-        return fd
+            if not self._over and self._held is None:
+                self._held = content.share()
+        return content
 
     def _let_go(self) -> None:
         """Look anew where the file stands. Under ``_turn``; a thread given up has a descriptor of its own."""
         with self._holding:
-            held, self._held = self._held, -1
-        if held >= 0:
-            os.close(held)
+            held, self._held = self._held, None
+        if held is not None:
+            held.close()
 
-    def _survey(self, fd: int, alive: Callable[[], object]) -> list[bytes]:
-        if (size := os.fstat(fd).st_size) != self.source.size:
+    def _survey(self, content: Content, alive: Callable[[], object]) -> list[bytes]:
+        if (size := content.size) != self.source.size:
             raise DigestMismatch(f"it has {size} bytes there, not {self.source.size}")
         chunks = []
         for offset in range(0, size, CHUNK):
-            chunks.append(chunk_digest(read_chunk(fd, offset, min(CHUNK, size - offset))))
+            chunks.append(chunk_digest(content.read(offset, min(CHUNK, size - offset))))
             alive()
         if self.source.digest is not None and tree_digest(chunks) != self.source.digest:
             raise DigestMismatch("its bytes are not those that were written; reading it gives EIO")

@@ -78,8 +78,8 @@ class EarlyCopies(dict[Key, Early]):
                     continue
                 if len(host.running) >= host.policy.limits.transfers:
                     return
-                if tier == host.archive_name and not host.archive_may():
-                    continue
+                if host.target(tier).chunked or (tier == host.archive_name and not host.archive_may()):
+                    continue  # where chunks end is known once the file is whole
                 transfer = Transfer(source.ino, source.version, tier, size)
                 host.running[key] = transfer
                 host.outages.begin(tier, key)

@@ -33,7 +33,7 @@ from typing import Protocol, TypeVar
 import trio
 
 from tierfs.durable import TemporaryFile
-from tierfs.errors import FsError, SourceChanged, TierError
+from tierfs.errors import DigestMismatch, FsError, SourceChanged, TierError
 from tierfs.fs.mover import FULL
 from tierfs.fs.ports import Filling
 from tierfs.migrator.transfer import STREAMS
@@ -41,7 +41,8 @@ from tierfs.migrator.tries import RETRY_FIRST, RETRY_LAST
 from tierfs.points import At, reach
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.beside import Describe
-from tierfs.tiers.copy import CHUNK, Destination, chunk_digest, read_chunk, tree_digest
+from tierfs.tiers.content import Content
+from tierfs.tiers.copy import CHUNK, Destination, chunk_digest, tree_digest
 from tierfs.types import Replica
 
 LOST_AFTER = 4
@@ -57,7 +58,7 @@ T = TypeVar("T")
 class Host(Protocol):
     """What a recall needs of the migrator. Called on the event loop."""
 
-    def locate(self, source: Replica) -> Callable[[], int]:
+    def locate(self, source: Replica) -> Callable[[], Content]:
         """What opens the source, in a thread, where it stands now. That raises OSError, TierError."""
 
     def arrived(self, recall: Recall, replica: Replica) -> None:
@@ -121,7 +122,7 @@ class Recall:
         self._stopped = False
         self._settled = False
         self._scope = trio.CancelScope()
-        self._source_fd = -1
+        self._content: Content | None = None
         self._destination = Destination(self.temp.fd)
         self._writing = threading.Lock()
         self._counting = threading.Lock()
@@ -281,18 +282,18 @@ class Recall:
                 return
         self._destination.close()
         self.temp.discard()
-        if self._source_fd >= 0:
-            os.close(self._source_fd)
+        if self._content is not None:
+            self._content.close()
 
     def _open(self, source: Replica) -> Callable[[], int]:
         opener = self.host.locate(source)
 
         def open_source() -> int:
             """The source's size in bytes."""
-            self._source_fd = opener()
+            content = self._content = opener()
             if self.store.persistent:
                 self._destination.prefer_direct()
-            return os.fstat(self._source_fd).st_size
+            return content.size
 
         return open_source
 
@@ -369,7 +370,11 @@ class Recall:
     def _copy(self, index: int) -> bool:
         """Copy a chunk, in a thread; False when it is not what was written."""
         offset = index * CHUNK
-        data = read_chunk(self._source_fd, offset, min(CHUNK, self.replica.size - offset))
+        assert self._content is not None
+        try:
+            data = self._content.read(offset, min(CHUNK, self.replica.size - offset))
+        except DigestMismatch:
+            return False
         digest = chunk_digest(data)
         if self.chunks is not None and digest != self.chunks[index]:
             return False

@@ -53,6 +53,7 @@ from tierfs.points import At, reach
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.beside import describer
+from tierfs.tiers.content import Content
 from tierfs.tiers.copies import CatalogCopies
 from tierfs.tiers.memory import MemoryMount
 from tierfs.tiers.tree import TreeStore
@@ -405,10 +406,13 @@ class Migrator:
         to_archive = transfer.tier == self.archive_name
         target = self.target(transfer.tier)
         key = self.files.new_key(transfer.ino)
+        codec = self._codec(transfer.ino)
 
         def copy() -> Copied:
             store = self.stores[source.tier]
-            done = copy_to_store(source, store, target, key, transfer, self.throttle, stable=stable, early=early)
+            done = copy_to_store(
+                source, store, target, key, transfer, self.throttle, stable=stable, codec=codec, early=early
+            )
             if to_archive:
                 done.temp.close()
             return done
@@ -434,11 +438,16 @@ class Migrator:
             reach(At.DRAIN_RECORDED)
         self.outages.recovered(transfer.tier, transfer.key)
 
+    def _codec(self, ino: int) -> str:
+        """How the archive stores the file, by its rule."""
+        _, rule = self.files.rule_of(self.catalog.path_of(ino))
+        return rule.codec or self.policy.tiers[-1].codec
+
     def _tiers_below(self) -> list[str]:
         """Those that copies go to."""
         return [tier.name for tier in self.policy.tiers if tier.persistent]
 
-    def read_opener(self, replica: Replica) -> Callable[[], int]:
+    def read_opener(self, replica: Replica) -> Callable[[], Content]:
         """Opens a replica for reading, in a thread, where the catalog has it now. Raises OSError, TierError."""
         return self.recaller.opener(replica)
 

@@ -37,6 +37,7 @@ from tierfs.points import At, reach
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.beside import Describe, describer
+from tierfs.tiers.content import Content, opened
 from tierfs.tiers.copy import CHUNK, DIGEST_SIZE, tree_digest
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import Attributes, Replica, ReplicaState
@@ -273,11 +274,11 @@ class Recaller:
         reach(At.RECALL_RECORDED)
         return replica
 
-    def opener(self, source: Replica) -> Callable[[], int]:
+    def opener(self, source: Replica) -> Callable[[], Content]:
         """Opens the replica for reading, in a thread, where the catalog has it now. Raises OSError, TierError."""
         if source.tier != self._host.archive_name:
-            return partial(self._host.stores[source.tier].open, source.key, write=False)
-        return partial(self._host.tree.open_first, self._host.archive.paths(source.ino), source.size)
+            return opened(partial(self._host.stores[source.tier].open, source.key, write=False))
+        return partial(self._host.tree.content_first, self._host.archive.paths(source.ino), source.size)
 
     async def warmup(self, attributes: Attributes) -> bool:
         """Recall ahead of need; False when the bytes are on a local tier already, the file is open, or it is deleted
@@ -396,12 +397,14 @@ class Recaller:
     def brought(self, direct: Direct, replica: Replica) -> None:
         self._host.files.filled(direct, replica)
 
-    def locate(self, source: Replica) -> Callable[[], int]:
+    def locate(self, source: Replica) -> Callable[[], Content]:
         return self.opener(source)
 
     def arrived(self, recall: Recall, replica: Replica) -> None:
         with contextlib.suppress(FsError):
             self._host.files.filled(recall, self._enter(replica))
+        if recall.source is not None and self._host.catalog.is_damaged(recall.source):
+            self._host.scrubber.right_again(recall.source)
 
     def settled(self, replica: Replica) -> None:
         self._host.files.space.reserve(replica.tier, -replica.size)

@@ -33,7 +33,7 @@ from tierfs.migrator.outage import Outages
 from tierfs.migrator.throttle import Throttle
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
-from tierfs.tiers.copy import digest_file
+from tierfs.tiers.content import Content
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import OpKind, Replica, ReplicaState
 
@@ -66,7 +66,7 @@ class Host(Protocol):
 
     def kick(self) -> None: ...
     def target(self, tier: str) -> ReplicaStore | TreeStore: ...
-    def read_opener(self, replica: Replica) -> Callable[[], int]: ...
+    def read_opener(self, replica: Replica) -> Callable[[], Content]: ...
 
 
 @dataclass
@@ -354,22 +354,22 @@ class Scrubber:
         return path or f"inode {replica.ino}"
 
 
-def _read(opener: Callable[[], int], size: int, throttle: Throttle, beat: Beat, cancel: threading.Event) -> bytes:
+def _read(opener: Callable[[], Content], size: int, throttle: Throttle, beat: Beat, cancel: threading.Event) -> bytes:
     """The digest of a replica as its storage has it. Raises OSError, TierError; SourceChanged: it has another size."""
-    fd = opener()
+    content = opener()
     try:
-        there = os.fstat(fd).st_size
+        there = content.size
         if there != size:
             raise SourceChanged(f"has {there} bytes, not {size}")
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # else the page cache would be what is read
+        content.forget()  # else the page cache would be what is read
 
         def turn(length: int) -> None:
             beat()
             throttle(length, cancel, beat)
 
         try:
-            return digest_file(fd, size, streams=1, throttle=turn, cancelled=cancel.is_set)
+            return content.digest(size, streams=1, throttle=turn, cancelled=cancel.is_set)
         finally:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            content.forget()
     finally:
-        os.close(fd)
+        content.close()

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 from tierfs.durable import TemporaryFile
 from tierfs.errors import DigestMismatch, SourceChanged, TierError
@@ -14,9 +15,13 @@ from tierfs.migrator.throttle import Throttle
 from tierfs.points import At, reach
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.beside import Describe
+from tierfs.tiers.content import Content
 from tierfs.tiers.copy import CHUNK, PipelinedCopy, Reading, copy_file, data_end, digest_file
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import Replica
+
+if TYPE_CHECKING:  # it needs packages that a mount without such an archive does not
+    from tierfs.tiers.chunked import ChunkedStore
 
 STREAMS = 3
 """Chunks of one file in flight; two already keep an NVMe busy, the third hides the hashing."""
@@ -119,9 +124,11 @@ def copy_to_store(
     throttle: Throttle,
     *,
     stable: bool,
+    codec: str = "none",
     early: Early | None = None,
 ) -> Copied:
-    """Copy ``source`` into a temporary file of ``target``, or complete what ``early`` (taken over) began.
+    """Copy ``source`` into a temporary file of ``target``, or complete what ``early`` (taken over) began. On an archive
+    with layout chunks that file is a manifest, and ``codec`` says how chunks are stored.
 
     ``stable`` says that nobody can write to the source; otherwise it is read again after the copy and the
     copy is void (DigestMismatch) when it changed. Raises TierError, SourceChanged.
@@ -137,7 +144,20 @@ def copy_to_store(
     try:
         temp = target.temporary(key) if early is None else early.temp
         try:
-            if early is None:
+            if target.chunked:
+                digest, chunks = cast("ChunkedStore", target).store(
+                    fd,
+                    source.size,
+                    temp,
+                    codec,
+                    stable=stable,
+                    reading=transfer.reading,
+                    streams=STREAMS,
+                    throttle=turns,
+                    cancelled=cancelled,
+                    alive=transfer.beat,
+                )
+            elif early is None:
                 digest = copy_file(
                     fd,
                     temp,
@@ -207,7 +227,7 @@ def unpublish(store: ReplicaStore, key: str, published: bool | None) -> None:
 
 
 def recall_file(
-    open_source: Callable[[], int],
+    open_source: Callable[[], Content],
     source: Replica,
     target: ReplicaStore,
     key: str,
@@ -220,16 +240,16 @@ def recall_file(
     bytes of each chunk that is about to be read. Once ``cancel`` is set nothing is published any more.
     Raises TierError, DigestMismatch, SourceChanged when cancelled."""
     try:
-        fd = open_source()
+        content = open_source()
     except OSError as error:
         raise TierError.of(source.tier, "open", error) from error
     try:
-        size = os.fstat(fd).st_size
+        size = content.size
         if size != source.size:
             raise DigestMismatch(f"tier {source.tier}: inode {source.ino} has {size} bytes, not {source.size}")
         temp = target.temporary(key)
         try:
-            digest = copy_file(fd, temp, size, streams=STREAMS, throttle=alive, cancelled=cancel.is_set, stable=False)
+            digest = content.copy(temp, size, streams=STREAMS, throttle=alive, cancelled=cancel.is_set)
             if source.digest is not None and digest != source.digest:
                 raise DigestMismatch(f"tier {source.tier}: inode {source.ino} does not have the bytes written to it")
             os.utime(temp.fd, ns=(mtime_ns, mtime_ns))
@@ -246,7 +266,7 @@ def recall_file(
     except OSError as error:
         raise TierError.of(target.name, "recall", error) from error
     finally:
-        os.close(fd)
+        content.close()
 
 
 def remove_files(stores: Mapping[str, ReplicaStore], files: list[tuple[str, str]]) -> list[tuple[str, str, OSError]]:

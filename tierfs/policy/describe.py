@@ -49,6 +49,8 @@ def check_summary(policy: Policy) -> dict[str, object]:
                 "huge": tier.huge if tier.kind == "memory" else None,
                 "persistent": tier.persistent,
                 "archive": tier is policy.tiers[-1],
+                "layout": tier.layout if tier is policy.tiers[-1] else None,
+                "codec": tier.codec if tier.layout == "chunks" else None,
             }
             for tier in policy.tiers
         ],
@@ -88,6 +90,7 @@ def _treatment(policy: Policy, rule: Rule) -> dict[str, object]:
         "fsync": rule.fsync or "ack",
         "drain": rule.drain or "none",
         "durable_within": rule.durable_within,
+        "codec": (rule.codec or archive.codec) if archive.layout == "chunks" and rule.lowest == archive.name else None,
         "keep": {
             tier.name: rule.keep.get(tier.name, Keep.WATERMARK).value if tier is not archive else Keep.ALL.value
             for tier in policy.tiers

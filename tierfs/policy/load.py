@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import re
 import stat
@@ -23,7 +24,7 @@ from tierfs.policy.document import listed as _listed
 from tierfs.policy.document import nearest as _nearest
 from tierfs.policy.document import quote as _quote
 from tierfs.policy.match import CATCH_ALL, compile_pattern
-from tierfs.policy.model import Keep, Limits, Mode, Policy, Rule, ScrubConfig, TierConfig, TierKind
+from tierfs.policy.model import Keep, Layout, Limits, Mode, Policy, Rule, ScrubConfig, TierConfig, TierKind
 from tierfs.units import parse_duration, parse_percent, parse_rate, parse_size
 
 MAX_BYTES = 256 << 10
@@ -37,11 +38,16 @@ MAX_TIMEOUT = 3600.0
 MIN_SCRUB = 60.0
 
 _POLICY_KEYS = ("mount", "mode", "allow_other", "state", "tiers", "rules", "limits", "scrub")
-_TIER_KEYS = ("kind", "path", "size", "max", "numa", "huge", "high", "low")
-_RULE_KEYS = ("match", "ack", "close", "fsync", "drain", "keep", "durable_within")
+_TIER_KEYS = ("kind", "path", "size", "max", "numa", "huge", "high", "low", "layout", "codec")
+_RULE_KEYS = ("match", "ack", "close", "fsync", "drain", "keep", "durable_within", "codec")
 _LIMIT_KEYS = ("drain", "transfers", "unsynced", "stop", "read_timeout", "tier_timeout")
 _MODES = ("auto", "passthrough", "userspace")
 _KINDS = ("memory", "dir")
+_LAYOUTS = ("tree", "chunks")
+_CODECS = ("none", "lz4", "bitshuffle-lz4", "shuffle-zstd")
+DEFAULT_CODEC = "bitshuffle-lz4"
+_EXTRAS = ("blake3", "imagecodecs", "numpy", "pyfastcdc", "zstandard")
+"""What an archive with layout chunks needs beside what every mount does."""
 _HUGE = ("never", "within_size", "always", "advise")
 _KEEPS = tuple(keep.value for keep in Keep)
 _RESERVED = ("ack", "none")
@@ -50,8 +56,6 @@ _TWO_TIERS = "list at least two tiers: one that acknowledges writes, then the ar
 _OBJECT = "use kind: dir with the path of a mounted file system"
 _UNSUPPORTED_POLICY = {"policy": "remove it and write rules"}
 _UNSUPPORTED_TIER = {
-    "layout": "remove it (the archive always has layout tree)",
-    "codec": "remove it (files are stored as they are)",
     "url": _OBJECT,
 }
 _TOP = TOP
@@ -122,6 +126,10 @@ def check_paths(policy: Policy) -> None:
             key = collides
         return _error(policy.source, lines.get(key, lines.get(key.rpartition(".")[0], 1)), key, problem, remedy)
 
+    archive = policy.tiers[-1]
+    if archive.layout == "chunks" and (missing := [name for name in _EXTRAS if importlib.util.find_spec(name) is None]):
+        problem = f"layout chunks needs {_listed(missing)}, which this Python does not have"
+        raise refuse(f"tiers.{archive.name}.layout", problem, "pip install 'tierfs[chunks]', or use layout: tree")
     mount = None
     if policy.mount is not None:
         _require_directory(policy.mount, "mount", refuse)
@@ -237,6 +245,12 @@ def _tiers(at: _At) -> tuple[TierConfig, ...]:
             )
     tiers = tuple(_tier(name, entry) for name, entry in entries.items())
     for index, tier in enumerate(tiers):
+        for key in ("layout", "codec"):
+            if key in entries[tier.name].mapping() and index < len(tiers) - 1:
+                last = tiers[-1].name
+                raise entries[tier.name].mapping()[key].error(
+                    f"{key} applies only to the archive, the last tier", f"remove it, or write it for {last}"
+                )
         if tier.kind == "memory":
             kind = entries[tier.name].mapping()["kind"]
             if index == len(tiers) - 1:
@@ -286,6 +300,10 @@ def _tier(name: str, at: _At) -> TierConfig:
             f"the low watermark ({low * 100:g}%) is not below the high one ({high * 100:g}%)",
             "set low below high (defaults: low 60%, high 85%)",
         )
+    layout = cast(Layout, fields["layout"].choice(_LAYOUTS)) if "layout" in fields else "tree"
+    if "codec" in fields and layout != "chunks":
+        raise fields["codec"].error("codec applies only to layout chunks", "remove it, or write layout: chunks")
+    default = DEFAULT_CODEC if layout == "chunks" else "none"
     return TierConfig(
         name=name,
         kind=kind,
@@ -296,7 +314,15 @@ def _tier(name: str, at: _At) -> TierConfig:
         numa=_numa(fields["numa"]) if "numa" in fields else (),
         huge=fields["huge"].choice(_HUGE) if "huge" in fields else "within_size",
         max=most,
+        layout=layout,
+        codec=_codec(fields["codec"]) if "codec" in fields else default,
     )
+
+
+def _codec(at: _At) -> str:
+    if at.is_scalar("str") and at.node.value == "delta":
+        raise at.error("codec: delta is not supported in this version", "use shuffle-zstd")
+    return at.choice(_CODECS)
 
 
 def _memory_fits(at: _At, kind: TierKind, size: int) -> None:
@@ -360,7 +386,19 @@ def _rule(at: _At, tiers: tuple[TierConfig, ...]) -> Rule:
         drain=drain,
         keep=_keep(fields["keep"], order) if "keep" in fields else {},
         durable_within=_deadline(fields["durable_within"], lowest, order[-1]) if "durable_within" in fields else None,
+        codec=_codec_of(fields["codec"], tiers[-1], lowest) if "codec" in fields else None,
     )
+
+
+def _codec_of(at: _At, archive: TierConfig, lowest: str) -> str:
+    if archive.layout != "chunks":
+        raise at.error(
+            f"codec applies only to an archive with layout chunks, and {archive.name} has layout tree",
+            f"remove it, or write layout: chunks for {archive.name}",
+        )
+    if lowest != archive.name:
+        raise at.error(f"the files of this rule end on {lowest}", f"remove it, or drain to {archive.name}")
+    return _codec(at)
 
 
 def _deadline(at: _At, lowest: str, last: str) -> float:

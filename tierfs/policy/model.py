@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 TierKind = Literal["memory", "dir"]
+Layout = Literal["tree", "chunks"]
 Mode = Literal["auto", "passthrough", "userspace"]
 
 
@@ -39,6 +40,11 @@ class TierConfig:
     max: int | None = None
     """Own tmpfs only: bytes up to which it may grow while open files need it; None: twice the size."""
 
+    layout: Layout = "tree"
+    """Archive only."""
+    codec: str = "none"
+    """Layout chunks only: how chunks are stored where a rule does not say."""
+
     @property
     def hard_limit(self) -> int:
         """Bytes that an own tmpfs never has more of."""
@@ -66,6 +72,9 @@ class Rule:
     """Per tier name; absent means WATERMARK."""
     durable_within: float | None = None
     """Seconds after its close within which a file should be on the last tier; None: no deadline."""
+
+    codec: str | None = None
+    """How their chunks are stored, on an archive with layout chunks; None: as the archive says."""
 
     @property
     def lowest(self) -> str:
@@ -99,7 +108,7 @@ class ScrubConfig:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A whole policy file. ``tiers`` fastest first; the last one is the archive (layout tree)."""
+    """A whole policy file. ``tiers`` fastest first; the last one is the archive."""
 
     source: str
     mount: Path | None

@@ -169,7 +169,7 @@ def install() -> None:
         return
     directory, roots = Path(where), dict[str, Faults]()
     opened: Any = assembly
-    open_store, tree_store = opened.open_store, opened.TreeStore
+    open_store, tree_store, chunked = opened.open_store, opened.TreeStore, opened.chunked_store
 
     def faults_for(name: str, root: Path) -> Faults:
         made = roots[str(root)] = Switched(directory, name)
@@ -182,7 +182,11 @@ def install() -> None:
     def faulty_tree(name: str, root: Path, size: int | None = None) -> Any:
         return faulty(tree_store(name, root, size), faults_for(name, root))
 
-    opened.open_store, opened.TreeStore = open_faulty, faulty_tree
+    def faulty_chunked() -> Any:
+        kind = chunked()
+        return lambda name, root, size=None: faulty(kind(name, root, size), faults_for(name, root))
+
+    opened.open_store, opened.TreeStore, opened.chunked_store = open_faulty, faulty_tree, faulty_chunked
     install_data(by_root(roots), setattr)
 
 

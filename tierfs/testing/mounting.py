@@ -228,12 +228,14 @@ def mounted(
     memory_max: str | None = None,
     rules: Sequence[Mapping[str, object]] | None = None,
     extra: Mapping[str, object] | None = None,
+    stored: Mapping[str, object] | None = None,
     allow_log: Sequence[str] = (),
 ) -> Iterator[TestMount]:
     """Mount tiers memory, nvme (when given) and archive at ``tmp/mnt``; state and policy file are in ``tmp`` too.
 
-    ``extra`` are further top-level keys of the policy. The block may umount itself. MountFailure when the mount does
-    not start or end, fsck is not clean, or the log has lines at WARNING or above that no ``allow_log`` pattern matches.
+    ``extra`` are further top-level keys of the policy, ``stored`` further keys of the archive. The block may umount
+    itself. MountFailure when the mount does not start or end, fsck is not clean, or the log has lines at WARNING or
+    above that no ``allow_log`` pattern matches.
     """
     mount = TestMount(
         path=tmp / "mnt",
@@ -246,7 +248,7 @@ def mounted(
     )
     for directory in (mount.path, archive, *([nvme] if nvme else [])):
         directory.mkdir(parents=True, exist_ok=True)
-    mount.config.write_text(_policy_text(mount, memory, memory_max, rules, extra or {}))
+    mount.config.write_text(_policy_text(mount, memory, memory_max, rules, extra or {}, stored or {}))
     try:
         mount.mount()
         yield mount
@@ -285,12 +287,13 @@ def _policy_text(
     memory_max: str | None,
     rules: Sequence[Mapping[str, object]] | None,
     extra: Mapping[str, object],
+    stored: Mapping[str, object],
 ) -> str:
     most = {} if memory_max is None else {"max": memory_max}
     tiers: dict[str, object] = {"memory": {"kind": "memory", "size": memory, **most}}
     if mount.nvme is not None:
         tiers["nvme"] = {"kind": "dir", "path": str(mount.nvme)}
-    tiers["archive"] = {"kind": "dir", "path": str(mount.archive)}
+    tiers["archive"] = {"kind": "dir", "path": str(mount.archive), **stored}
     policy: dict[str, object] = {"mode": mount.mode, "state": str(mount.state), "tiers": tiers}
     if os.geteuid() == 0:
         policy["allow_other"] = True

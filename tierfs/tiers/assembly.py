@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from tierfs.errors import ConfigError
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.memory import MemoryMount, open_store
@@ -32,7 +33,8 @@ class Tiers:
                 mounts.append(mount)
         archive = policy.tiers[-1]
         assert archive.path is not None
-        tree = TreeStore(archive.name, archive.path, archive.size)
+        kind = TreeStore if archive.layout == "tree" else chunked_store()
+        tree = kind(archive.name, archive.path, archive.size)
         tree.prepare()
         return cls(stores, tree, mounts)
 
@@ -67,3 +69,12 @@ class Tiers:
         probes: dict[str, Callable[[int], Usage]] = {name: store.usage for name, store in self.stores.items()}
         probes[self.tree.name] = self.tree.usage
         return probes
+
+
+def chunked_store() -> type[TreeStore]:
+    """The class of archives with layout chunks: imported only for them. Raises ConfigError."""
+    try:
+        from tierfs.tiers.chunked import ChunkedStore
+    except ImportError as error:
+        raise ConfigError(f"layout chunks needs {error.name}; pip install 'tierfs[chunks]'") from error
+    return ChunkedStore

@@ -240,6 +240,9 @@ class ReplicaStore:
     only a directory with this tier's own marker is ever written into.
     """
 
+    chunked = False
+    """A replica's file has its bytes."""
+
     def __init__(self, name: str, root: Path, *, persistent: bool, size: int | None = None) -> None:
         """``size`` in bytes limits the capacity; None means the whole filesystem."""
         self.name = name

@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TypeVar, cast
 
 import xxhash
 
@@ -44,6 +45,9 @@ _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 Throttle = Callable[[int], None]
 """Called before each chunk with its bytes; sleeps as it sees fit."""
+
+T = TypeVar("T")
+_END = object()
 
 _ZEROS = mmap.mmap(-1, CHUNK, prot=mmap.PROT_READ)
 
@@ -89,7 +93,7 @@ def _zeros() -> memoryview:
 
 
 @functools.lru_cache(maxsize=64)
-def _zero_digest(length: int) -> bytes:
+def zero_digest(length: int) -> bytes:
     """Digest of a chunk that is one hole."""
     return chunk_digest(_zeros()[:length])
 
@@ -117,14 +121,15 @@ def data_extents(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
     return found
 
 
-def _is_tmpfs(fd: int) -> bool:
+def is_tmpfs(fd: int) -> bool:
+    """Whether an open file is in memory. Raises nothing."""
     result = (ctypes.c_long * 32)()
     return _libc.fstatfs(fd, ctypes.byref(result)) == 0 and result[0] == _TMPFS_MAGIC
 
 
 def _map(fd: int, size: int) -> mmap.mmap | None:
     """The source mapped, when touching every page of it cannot fault."""
-    if size == 0 or not _is_tmpfs(fd) or os.fstat(fd).st_size < size or is_sparse(fd, size):
+    if size == 0 or not is_tmpfs(fd) or os.fstat(fd).st_size < size or is_sparse(fd, size):
         return None
     return mmap.mmap(fd, size, prot=mmap.PROT_READ)
 
@@ -285,7 +290,7 @@ def _copy_data(fd: int, dst: Destination, offset: int, length: int, throttle: Th
     if os.fstat(fd).st_size < offset + length:
         raise _too_short(offset + length)
     if not extents:
-        return _zero_digest(length)
+        return zero_digest(length)
     view = _buffer()[:length]
     done = 0
     for start, count in [*extents, (offset + length, 0)]:
@@ -322,7 +327,7 @@ def _length(offset: int, size: int) -> int:
     return min(CHUNK, size - offset)
 
 
-def _each(
+def each_chunk(
     offsets: Sequence[int],
     size: int,
     work: Callable[[int, int], None],
@@ -331,29 +336,39 @@ def _each(
     cancelled: Callable[[], bool] | None,
 ) -> None:
     """Call ``work(offset, length)`` for every chunk, from up to ``streams`` threads. The first error ends all."""
+
+    def one(offset: int) -> None:
+        length = _length(offset, size)
+        if throttle is not None:
+            throttle(length)
+        work(offset, length)
+
+    each(offsets, one, streams, cancelled)
+
+
+def each(items: Sequence[T], work: Callable[[T], None], streams: int, cancelled: Callable[[], bool] | None) -> None:
+    """Call ``work`` with every item, from up to ``streams`` threads. The first error ends all; SourceChanged when
+    ``cancelled`` says so."""
     lock = threading.Lock()
-    todo = iter(offsets)
+    todo = iter(items)
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            while True:
-                with lock:
-                    offset = None if errors else next(todo, None)
-                if offset is None:
-                    return
+            for item in iter(take, _END):
                 if cancelled is not None and cancelled():
                     raise SourceChanged("the copy was cancelled")
-                length = _length(offset, size)
-                if throttle is not None:
-                    throttle(length)
-                work(offset, length)
+                work(cast(T, item))
         except BaseException as error:
             with lock:
                 errors.append(error)
 
+    def take() -> object:
+        with lock:
+            return _END if errors else next(todo, _END)
+
     threads = [
-        threading.Thread(target=run, name="tierfs-copy", daemon=True) for _ in range(min(streams, len(offsets)) - 1)
+        threading.Thread(target=run, name="tierfs-copy", daemon=True) for _ in range(min(streams, len(items)) - 1)
     ]
     for thread in threads:
         thread.start()
@@ -408,13 +423,13 @@ def copy_file(
                         digest = _copy_data(src_fd, dst, offset, length, throttle)
                     elif doubtful:
                         data, digest = _chunk(src_fd, offset, length, mapped)
-                        if digest != _zero_digest(length):
+                        if digest != zero_digest(length):
                             dst.write(data, offset)
                     else:
                         digest = copy_range(src_fd, dst, offset, length, mapped)
                     found[offset // CHUNK] = digest
 
-                _each(offsets, size, work, streams, None if sparse else throttle, cancelled)
+                each_chunk(offsets, size, work, streams, None if sparse else throttle, cancelled)
         dst.truncate(size)
     if digests is not None:
         digests[:] = found
@@ -438,11 +453,11 @@ def digest_file(
         if sparse and not data_extents(fd, offset, length):
             if os.fstat(fd).st_size < offset + length:
                 raise _too_short(offset + length)
-            digests[offset // CHUNK] = _zero_digest(length)
+            digests[offset // CHUNK] = zero_digest(length)
         else:
             _, digests[offset // CHUNK] = _chunk(fd, offset, length, None)
 
-    _each(offsets, size, work, streams, throttle, cancelled)
+    each_chunk(offsets, size, work, streams, throttle, cancelled)
     return tree_digest(digests)
 
 
@@ -497,7 +512,7 @@ class PipelinedCopy:
                 self._dst.write(data, offset)
                 self._digests[offset] = digest
 
-        _each(offsets, size, work, self._streams, throttle, cancelled)
+        each_chunk(offsets, size, work, self._streams, throttle, cancelled)
         return (len(self._digests) - before) * CHUNK
 
     def finish(
@@ -542,7 +557,7 @@ class PipelinedCopy:
                         recopied.append(length)
                 found[offset // CHUNK] = digest
 
-            _each(offsets, size, work, self._streams, None, cancelled)
+            each_chunk(offsets, size, work, self._streams, None, cancelled)
         self._dst.truncate(size)
         self._dst.close()
         self.recopied = sum(recopied)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import secrets
@@ -23,6 +24,7 @@ from tierfs.durable import TemporaryFile, create_temporary
 from tierfs.errors import TierError
 from tierfs.tiers.base import (
     DIRECTORY,
+    MARKER,
     check_marker,
     check_owner,
     failing_as,
@@ -41,6 +43,8 @@ log = logging.getLogger("tierfs.archive")
 RESERVED = b".tierfs"
 _OF_FILESYSTEMS = ("lost+found", ".snapshot", ".snapshots")
 """What a filesystem has in its root without anybody's doing."""
+LAYOUT = b"tierfs-layout"
+"""In the private directory of an archive with layout chunks; one without it has layout tree."""
 ASIDE = b"aside."
 """Prefix in the private directory: an object of the archive that an exchange has put there for a moment."""
 
@@ -57,6 +61,8 @@ class Held:
 
 class ArchiveRoot:
     """The root and the private directory in it. Thread-safe once prepared; methods that fail raise TierError."""
+
+    layout = "tree"
 
     def __init__(self, name: str, root: Path, size: int | None = None) -> None:
         """``size`` in bytes limits the capacity; None means the whole filesystem."""
@@ -95,6 +101,7 @@ class ArchiveRoot:
                 tmp = open_directory(b"tmp", own)
                 undo.callback(os.close, tmp)
                 if create:
+                    self._check_layout(own, tmp)
                     found = check_marker(self.name, own, tmp, self.root / ".tierfs")
                     self._check_same(found)
                     self.uuid = found
@@ -102,6 +109,42 @@ class ArchiveRoot:
                 os.close(own)
             undo.pop_all()
         return Held(root, tmp)
+
+    def _check_layout(self, own: int, tmp: int) -> None:
+        """An archive keeps the layout that it was made with. Before its marker is written, so that what a crash leaves
+        in between has no files yet."""
+        found = _layout(own)
+        if found == self.layout:
+            return
+        if found != "tree" or _is_there(MARKER, own):
+            raise refusal(
+                self.name,
+                f"{self.root} holds an archive with layout {found}, not {self.layout}; write layout: {found}, or "
+                f"choose another directory",
+            )
+        temp = create_temporary(tmp, "layout")
+        try:
+            os.write(temp.fd, self.layout.encode() + b"\n")
+            temp.commit(own, LAYOUT)
+        finally:
+            temp.discard()
+
+    def look(self) -> None:
+        """Open the directory as it is, only to read in it, whoever's it is, and call the tier as it was called there.
+        In place of `prepare`."""
+        with failing_as(self.name, f"read {self.root}"), contextlib.ExitStack() as undo:
+            root = os.open(self.root, DIRECTORY)
+            undo.callback(os.close, root)
+            own = open_directory(RESERVED, root, create=False)
+            undo.callback(os.close, own)
+            self.name = _name(own)
+            try:
+                tmp = open_directory(b"tmp", own, create=False)
+            except FileNotFoundError:
+                tmp = os.dup(own)
+            undo.pop_all()
+            os.close(own)
+        self._swap(Held(root, tmp))
 
     def _check_same(self, found: str) -> None:
         if self.uuid and found != self.uuid:
@@ -265,3 +308,46 @@ class ArchiveRoot:
                 if name not in keep and not name.startswith((self.prefix(), ASIDE)):
                     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                         os.unlink(name, dir_fd=held.tmp)
+
+
+def layout_of(root: Path) -> str:
+    """The layout of the archive in this directory; "" when there is none. Raises OSError."""
+    try:
+        top = os.open(root, DIRECTORY)
+        try:
+            own = open_directory(RESERVED, top, create=False)
+        finally:
+            os.close(top)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    try:
+        return _layout(own) if _is_there(MARKER, own) else ""
+    finally:
+        os.close(own)
+
+
+def _layout(own: int) -> str:
+    try:
+        fd = os.open(LAYOUT, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=own)
+    except FileNotFoundError:
+        return "tree"
+    with os.fdopen(fd, "rb") as file:
+        return file.read(64).decode("ascii", "replace").strip()
+
+
+def _name(own: int) -> str:
+    """What the tier is called by its marker. Raises OSError."""
+    fd = os.open(MARKER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=own)
+    with os.fdopen(fd, "rb") as file:
+        try:
+            return str(json.loads(file.read(65536))["name"])
+        except (ValueError, KeyError, TypeError):
+            return "archive"
+
+
+def _is_there(name: bytes, directory: int) -> bool:
+    try:
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True

@@ -25,6 +25,7 @@ from tierfs.durable import create_temporary, fsync_directory
 from tierfs.errors import TierError
 from tierfs.points import At, reach
 from tierfs.tiers.base import DIRECTORY, failing_as, refusal, same_file
+from tierfs.tiers.content import Content, FileContent
 from tierfs.tiers.root import ASIDE, RESERVED, ArchiveRoot, Held
 
 log = logging.getLogger("tierfs.archive")
@@ -49,6 +50,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class TreeStore(ArchiveRoot):
     """The archive's directory. Thread-safe for different paths. Every method raises TierError when it fails."""
+
+    chunked = False
+    """Whether regular files are manifests: then `ChunkedStore`."""
 
     # walking
 
@@ -302,6 +306,27 @@ class TreeStore(ArchiveRoot):
             return last
         raise error or TierError(f"tier {self.name}: the file has no name here", errno=errno.ENOENT)
 
+    def content(self, path: Path) -> Content:
+        """The bytes of a regular file."""
+        return FileContent(self.open(path))
+
+    def content_first(self, paths: Sequence[Path], size: int) -> Content:
+        """Like `content`, as ``open_first`` chooses."""
+        return FileContent(self.open_first(paths, size))
+
+    def lacks(self, path: Path) -> str | None:
+        """What is missing of what the regular file there stands for, as far as can be told without reading it; None:
+        nothing is."""
+        return None
+
+    def changing(self, alive: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+        """To be held while files are moved or removed. ``alive`` is called when that has to wait."""
+        return contextlib.nullcontext()
+
+    def seen(self, parent: int, name: bytes, status: os.stat_result) -> os.stat_result:
+        """The lstat of what is there, with the size of the file that it stands for. Raises OSError."""
+        return status
+
     def publish(
         self,
         temp: bytes,
@@ -343,9 +368,11 @@ class TreeStore(ArchiveRoot):
             return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def status(self, path: Path) -> os.stat_result | None:
-        """lstat of what is there; None when nothing is."""
+        """lstat of what is there, with the size of the file that it stands for; None when nothing is."""
         with self._existing("look at", path) as found:
-            return None if found is None else os.stat(found[1], dir_fd=found[0], follow_symlinks=False)
+            if found is None:
+                return None
+            return self.seen(*found, os.stat(found[1], dir_fd=found[0], follow_symlinks=False))
 
     def set_attributes(
         self, path: Path, mode: int, uid: int, gid: int, mtime_ns: int, xattrs: Mapping[bytes, bytes]

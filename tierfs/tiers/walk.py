@@ -1,4 +1,4 @@
-"""Everything that stands on an archive with layout ``tree``, from the root down."""
+"""Everything that stands on an archive, from the root down."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Standing:
     """Those of users, as far as they can be read."""
 
 
-def walk(tree: TreeStore) -> Iterator[Standing]:
-    """Each directory before what is in it. Follows no symlink and stays on the archive's filesystem. Raises TierError.
-    """
+def walk(tree: TreeStore, top: Path = ()) -> Iterator[Standing]:
+    """What is below ``top``, each directory before what is in it. Follows no symlink and stays on the archive's
+    filesystem. Raises TierError."""
     with failing_as(tree.name, f"read {tree.root}"):
-        todo: list[Path] = [()]
+        todo: list[Path] = [top]
         while todo:
             path = todo.pop()
             with tree.directory(path) as fd:
@@ -40,14 +40,24 @@ def walk(tree: TreeStore) -> Iterator[Standing]:
                     if not path and name == RESERVED:
                         continue
                     with contextlib.suppress(FileNotFoundError):
-                        standing = _look(fd, name, path)
+                        standing = _look(tree, fd, name, path)
                         yield standing
                         if stat.S_ISDIR(standing.status.st_mode) and standing.status.st_dev == device:
                             todo.append(standing.path)
 
 
-def _look(fd: int, name: bytes, path: Path) -> Standing:
-    status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+def standing_at(tree: TreeStore, path: Path) -> Standing | None:
+    """What stands at a path, which is not the root. Raises TierError."""
+    with failing_as(tree.name, f"read {tree.root}"):
+        try:
+            with tree.directory(path[:-1]) as fd:
+                return _look(tree, fd, path[-1], path[:-1])
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
+def _look(tree: TreeStore, fd: int, name: bytes, path: Path) -> Standing:
+    status = tree.seen(fd, name, os.stat(name, dir_fd=fd, follow_symlinks=False))
     target = os.readlink(name, dir_fd=fd) if stat.S_ISLNK(status.st_mode) else None
     xattrs: dict[bytes, bytes] = {}
     if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):

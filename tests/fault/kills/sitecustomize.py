@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-if "mount" in sys.orig_argv or "fsck" in sys.orig_argv:
+if {"mount", "fsck", "gc"} & set(sys.orig_argv):
     from tierfs import points
 
     ARMED = Path(os.environ["TIERFS_TEST_POINTS"])

@@ -13,19 +13,19 @@ from pathlib import Path
 
 
 def install() -> None:
-    from tierfs.migrator import gradual, transfer
+    from tierfs.migrator import gradual
+    from tierfs.tiers import content
 
     seam = Path(os.environ["TIERFS_TEST_SEAM"])
-    read_chunk = gradual.read_chunk
-    copy_file = transfer.copy_file
+    copy = gradual.Recall._copy
+    copy_file = content.copy_file
 
-    def held(fd: int, offset: int, length: int) -> memoryview:
-        number = offset // gradual.CHUNK
+    def held(recall: gradual.Recall, number: int) -> bool:
         while (seam / "hold").exists() and not (seam / f"allow-{number}").exists():
             time.sleep(0.005)
         with (seam / "order").open("a") as order:
             order.write(f"{number}\n")
-        return read_chunk(fd, offset, length)
+        return copy(recall, number)
 
     def held_small(fd: int, *args: object, **kwargs: object) -> bytes:
         start = os.environ["TIERFS_TEST_FROM"]
@@ -33,8 +33,8 @@ def install() -> None:
             time.sleep(0.005)
         return copy_file(fd, *args, **kwargs)
 
-    gradual.read_chunk = held
-    transfer.copy_file = held_small
+    gradual.Recall._copy = held
+    content.copy_file = held_small
 
 
 if "mount" in sys.orig_argv:
