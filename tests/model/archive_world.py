@@ -37,6 +37,7 @@ from tierfs.migrator.throttle import Throttle
 from tierfs.migrator.transfer import Transfer, copy_to_store
 from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Limits, Policy, Rule, TierConfig
+from tierfs.tiers.assembly import chunked_store
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.copies import CatalogCopies
 from tierfs.tiers.copy import digest_file
@@ -68,6 +69,8 @@ class Witness:
     """Reads the archive like anyone could, and remembers what it saw."""
 
     root: Path
+    read: Callable[[Path], bytes]
+    """The bytes of the file that stands at a path of the archive."""
     contents: dict[bytes, int] = field(default_factory=dict)
     """Every content ever closed → its place in the order of closes."""
     seen: int = 0
@@ -86,12 +89,12 @@ class Witness:
             for name in files:
                 path = Path(directory, name)
                 if stat.S_ISREG(path.lstat().st_mode):
-                    yield str(path.relative_to(self.root)), path.read_bytes()
+                    yield str(path.relative_to(self.root)), self.read(path)
 
     def set_aside(self) -> set[bytes]:
         """Contents that are there, and at no name."""
         kept = self.root / ".tierfs" / "kept"
-        return {path.read_bytes() for path in kept.iterdir()} if kept.exists() else set()
+        return {self.read(path) for path in kept.iterdir()} if kept.exists() else set()
 
     def look(self) -> set[bytes]:
         found = set()
@@ -118,20 +121,28 @@ class World:
     struck: bool = False
     """An injected failure happened."""
     lost: bool = False
+    chunked: bool = False
+    """The archive has layout chunks."""
     calm: bool = False
     """Calls of the test's own are neither watched nor do they fail."""
 
     def __post_init__(self) -> None:
         self.policy = policy(self.base)
         (self.base / "state").mkdir()
-        self.store = TreeStore("archive", self.base / "archive")
+        self.store = (chunked_store() if self.chunked else TreeStore)("archive", self.base / "archive")
         self.store.prepare()
         self.memory = ReplicaStore("memory", self.base / "memory", persistent=False)
         self.memory.prepare()
-        self.witness = Witness(self.base / "archive")
+        self.witness = Witness(self.base / "archive", self.read)
         self.start()
         self.catalog.commit()
         self.sync()
+
+    def read(self, path: Path) -> bytes:
+        if not self.chunked:
+            return path.read_bytes()
+        content = self.store.content(tuple(map(os.fsencode, path.relative_to(self.store.root).parts)))
+        return bytes(content.read(0, content.size))
 
     def close(self) -> None:
         self.catalog.close()
@@ -446,7 +457,7 @@ class World:
                     shown = (kind, os.readlink(os.fsencode(path)), info.st_nlink)
                 elif kind == stat.S_IFREG:
                     xattrs = {os.fsencode(n): os.getxattr(path, n) for n in os.listxattr(path) if n.startswith("user.")}
-                    shown = (kind, mode, path.read_bytes(), xattrs, info.st_nlink)
+                    shown = (kind, mode, self.read(path), xattrs, info.st_nlink)
                 found[str(path.relative_to(root))] = shown
         return found
 

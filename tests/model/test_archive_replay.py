@@ -52,12 +52,12 @@ def world() -> Iterator[object]:
 class fresh:
     """A world in memory, for as long as the block runs."""
 
-    def __init__(self, power: bool = True) -> None:
-        self._power = power
+    def __init__(self, power: bool = True, chunked: bool = False) -> None:
+        self._power, self._chunked = power, chunked
 
     def __enter__(self):  # type: ignore[no-untyped-def]
         self._directory = tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        self._world = World(Path(self._directory.__enter__()), power=self._power)
+        self._world = World(Path(self._directory.__enter__()), power=self._power, chunked=self._chunked)
         return self._world
 
     def __exit__(self, *error: object) -> None:
@@ -102,10 +102,10 @@ def test_the_archive_follows_through_crashes(events) -> None:  # type: ignore[no
 CRASH = ["io", "kill", "power"]
 
 
-def crash_everywhere(history, crash: str) -> None:  # type: ignore[no-untyped-def]
+def crash_everywhere(history, crash: str, chunked: bool = False) -> None:  # type: ignore[no-untyped-def]
     """``history``, then its replay crashing at each system call in turn, then all of it."""
     for at in range(400):
-        with fresh(power=crash == "power") as world:
+        with fresh(power=crash == "power", chunked=chunked) as world:
             run(world, history)
             while world.catalog.operations(1):
                 world.drain(1000)
@@ -195,6 +195,20 @@ HISTORIES = {
 @pytest.mark.parametrize("name", HISTORIES)
 def test_a_crash_at_every_system_call(name: str, crash: str) -> None:
     crash_everywhere(HISTORIES[name], crash)
+
+
+@pytest.mark.parametrize("crash", CRASH)
+@pytest.mark.parametrize("name", ["log rotation", "saves by one temporary name", "the same with links"])
+def test_a_crash_at_every_system_call_of_an_archive_of_chunks(name: str, crash: str) -> None:
+    crash_everywhere(HISTORIES[name], crash, chunked=True)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(EVENTS, max_size=40))
+def test_an_archive_of_chunks_follows_through_crashes(events) -> None:  # type: ignore[no-untyped-def]
+    with fresh(power=any(event[0] in ("power", "loss") for event in events), chunked=True) as world:
+        run(world, events)
+        world.check()
 
 
 @pytest.mark.parametrize("crash", CRASH)

@@ -58,7 +58,8 @@ def read_manifest(fd: int) -> Manifest | None:
 
 
 Fetch = Callable[[bytes, int, bool], memoryview]
-"""(id, length, whether the storage is to be asked and not what memory knows of it) → the chunk's bytes, checked. Raises TierError; DigestMismatch when they are not to be had."""
+"""(id, length, whether the storage is to be asked and not what memory knows of it) → the chunk's bytes, checked. Raises
+TierError; DigestMismatch when they are not to be had."""
 
 
 class ChunkedContent(Content):

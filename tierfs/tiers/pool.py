@@ -128,7 +128,8 @@ class ChunkPool:
     # reading
 
     def fetch(self, ident: bytes, length: int, *, fresh: bool = False) -> memoryview:
-        """The chunk's bytes, checked; ``fresh``: as the storage has them. Raises FileNotFoundError; DigestMismatch when it is not what was written."""
+        """The chunk's bytes, checked; ``fresh``: as the storage has them. Raises FileNotFoundError; DigestMismatch when
+        it is not what was written."""
         path = _path(ident)
         fd = os.open(path, _READ, dir_fd=self._fd)
         try:
