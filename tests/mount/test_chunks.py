@@ -188,14 +188,18 @@ def test_what_the_archive_lost_of_a_chunk_is_stored_again(chunked: Chunked) -> N
         raw[1000] ^= 1
         victim.write_bytes(raw)
         mnt.cli("scrub", mnt.path, check=False)
-        chill(mnt, path)
-        assert path.read_bytes() == data
-        chill(mnt, path)
-        victim.unlink()
+        mnt.flush()
         mnt.umount()
+        right = victim.read_bytes()
+        victim.write_bytes(raw)
+        assert "not have the bytes" in mnt.cli("fsck", "--data", mnt.config, check=False).out
+        victim.unlink()
         assert "chunks are missing" in mnt.cli("fsck", mnt.config, check=False).out
-        victim.write_bytes(raw[:1000] + bytes([raw[1000] ^ 1]) + raw[1001:])
+        mnt.cli("fsck", "--repair", mnt.config)
         mnt.mount()
+        chill(mnt, path)
+        assert victim.read_bytes() == right
+        assert path.read_bytes() == data
 
 
 def test_a_lost_catalog_is_made_again_from_the_archive(chunked: Chunked) -> None:

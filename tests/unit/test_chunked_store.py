@@ -54,6 +54,7 @@ def put(
     codec: str = "none",
     stable: bool = True,
     size: int | None = None,
+    nice: int = 0,
 ) -> bytes:
     """Store and publish: the digest."""
     fd = os.open(source, os.O_RDONLY) if isinstance(source, Path) else source
@@ -68,6 +69,7 @@ def put(
                 stable=stable,
                 reading=Reading(),
                 streams=3,
+                nice=nice,
                 throttle=lambda size: None,
                 cancelled=lambda: False,
                 alive=lambda: None,
@@ -276,6 +278,53 @@ def test_an_archive_keeps_the_layout_that_it_was_made_with(store: ChunkedStore, 
     with pytest.raises(TierError, match="layout tree, not chunks; write layout: tree"):
         ChunkedStore("archive", tree.root).prepare()
     tree.prepare()
+
+
+def test_what_a_manifest_names_is_durable_before_it(
+    store: ChunkedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what a copy before wrote that was cut short between a chunk's name and the sync of its directory."""
+    done: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def synced(fd: int) -> None:
+        fsync(fd)
+        done.append(("sync", os.readlink(f"/proc/self/fd/{fd}")))
+
+    def renamed(old: bytes, new: bytes, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        before = os.readlink(f"/proc/self/fd/{src_dir_fd}") + "/" + os.fsdecode(old)
+        assert ("sync", before) in done, f"{before} gets its name before it is synced"
+        rename(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        done.append(("name", os.readlink(f"/proc/self/fd/{dst_dir_fd}") + "/" + os.fsdecode(new)))
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    for name in (b"f", b"g"):  # the second finds every chunk there
+        done.clear()
+        put(store, (name,), sourced(tmp_path, FILES["checkpoint"]))
+        published = done.index(("name", f"{store.root}/{name.decode()}"))
+        for chunk in chunks(store):
+            named = done.index(("name", str(chunk))) if name == b"f" else -1
+            assert named < done.index(("sync", str(chunk.parent)), named + 1) < published
+        assert (("name", str(chunks(store)[0])) in done) == (name == b"f")
+
+
+def test_threads_that_encode_are_as_nice_as_they_are_told_to_be(
+    store: ChunkedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels: set[int] = set()
+    real = intake.encode
+
+    def encode(*args: object) -> object:
+        levels.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(intake, "encode", encode)
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    put(store, (b"f",), sourced(tmp_path, FILES["long"]), nice=19)
+    assert levels == {19}
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+    assert read_back(store, (b"f",)) == FILES["long"]
 
 
 def test_files_that_share_their_bytes_do_not_fill_the_archive(store: ChunkedStore) -> None:

@@ -18,6 +18,7 @@ from tierfs.fsck.collect import Collected
 from tierfs.points import At, Point
 from tierfs.policy.load import parse_policy
 from tierfs.policy.model import Policy
+from tierfs.tiers import turnstile
 from tierfs.tiers.chunked import ChunkedStore
 from tierfs.tiers.copy import Reading
 from tierfs.tiers.turnstile import alone
@@ -141,7 +142,7 @@ def test_a_directory_that_moves_while_manifests_are_read_is_found(
 
 
 def test_a_collection_waits_for_a_copy_under_way_and_copies_for_the_collection(
-    store: ChunkedStore, tmp_path: Path
+    store: ChunkedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, (b"gone",), sourced(tmp_path, data(1)))
     store.remove((b"gone",))
@@ -149,13 +150,17 @@ def test_a_collection_waits_for_a_copy_under_way_and_copies_for_the_collection(
         with pytest.raises(TierError, match="a copy goes on"):
             run(store, patience=0.1)
         assert len(chunks(store)) > 0
+    monkeypatch.setattr(turnstile, "PATIENCE", 0.1)
+    own = os.open(store.root / ".tierfs", os.O_RDONLY)
+    with alone("archive", own, 1.0), pytest.raises(TierError, match="gc"), store.changing(lambda: None):
+        pytest.fail("a copy did not wait")
+    monkeypatch.setattr(turnstile, "PATIENCE", 60.0)
     waited, copied = threading.Event(), threading.Event()
 
     def copy() -> None:
         with store.changing(waited.set):
             copied.set()
 
-    own = os.open(store.root / ".tierfs", os.O_RDONLY)
     with alone("archive", own, 1.0):
         thread = threading.Thread(target=copy)
         thread.start()

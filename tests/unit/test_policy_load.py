@@ -182,6 +182,8 @@ MISTAKES = {
         "rules[0].durable_within",
         "is a deadline for the last tier, archive, and the files of this rule end on nvme",
     ),
+    "threads that encode": ("  transfers: 8", "  encode_threads: 0", 32, "limits.encode_threads", "from 1 to 64"),
+    "nice": ("  transfers: 8", "  encode_nice: 20", 32, "limits.encode_nice", "from 0 to 19"),
     "unsynced of nothing": ("  transfers: 8", "  unsynced: 0", 32, "limits.unsynced", "more than zero"),
     "unsynced of no size": ("  transfers: 8", "  unsynced: 50%", 32, "limits.unsynced", "is not a size"),
     "max below size": ("    huge: always", "    max: 63GiB", 10, "tiers.memory.max", "is less than size"),

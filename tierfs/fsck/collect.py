@@ -64,6 +64,9 @@ def collect(policy: Policy, progress: Progress, *, dry: bool = False, patience: 
         with failing_as(store.name, "collect garbage"), store.use() as held:
             own = open_directory(RESERVED, held.root, create=False)
             try:
+                owner = os.fstat(own).st_uid
+                if owner != os.geteuid():  # whose locks this mount could not open
+                    raise UsageError(f"{archive.path} belongs to user {owner}: run gc as that user")
                 return _collect(store, held.root, own, progress, dry=dry, patience=patience)
             finally:
                 os.close(own)

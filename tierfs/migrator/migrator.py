@@ -42,6 +42,7 @@ from tierfs.migrator.scrub import Scrubber
 from tierfs.migrator.throttle import Throttle
 from tierfs.migrator.transfer import (
     Copied,
+    Encoding,
     Transfer,
     copy_to_store,
     discard_copy,
@@ -406,12 +407,12 @@ class Migrator:
         to_archive = transfer.tier == self.archive_name
         target = self.target(transfer.tier)
         key = self.files.new_key(transfer.ino)
-        codec = self._codec(transfer.ino)
+        encoding = self._encoding(transfer.ino)
 
         def copy() -> Copied:
             store = self.stores[source.tier]
             done = copy_to_store(
-                source, store, target, key, transfer, self.throttle, stable=stable, codec=codec, early=early
+                source, store, target, key, transfer, self.throttle, stable=stable, encoding=encoding, early=early
             )
             if to_archive:
                 done.temp.close()
@@ -438,10 +439,11 @@ class Migrator:
             reach(At.DRAIN_RECORDED)
         self.outages.recovered(transfer.tier, transfer.key)
 
-    def _codec(self, ino: int) -> str:
+    def _encoding(self, ino: int) -> Encoding:
         """How the archive stores the file, by its rule."""
         _, rule = self.files.rule_of(self.catalog.path_of(ino))
-        return rule.codec or self.policy.tiers[-1].codec
+        limits = self.policy.limits
+        return Encoding(rule.codec or self.policy.tiers[-1].codec, limits.encode_threads, limits.encode_nice)
 
     def _tiers_below(self) -> list[str]:
         """Those that copies go to."""

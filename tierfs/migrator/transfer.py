@@ -105,6 +105,18 @@ def _turns(throttle: Throttle, transfer: Transfer) -> Callable[[int], None]:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoding:
+    """How chunks are made of a file's bytes."""
+
+    codec: str = "none"
+    threads: int = STREAMS
+    nice: int = 0
+
+
+PLAIN = Encoding()
+
+
+@dataclass(frozen=True, slots=True)
 class Copied:
     """A complete copy that has no name yet. One for the archive is synced; a ReplicaStore does that when it publishes,
     together with what lies beside the replica."""
@@ -124,11 +136,11 @@ def copy_to_store(
     throttle: Throttle,
     *,
     stable: bool,
-    codec: str = "none",
+    encoding: Encoding = PLAIN,
     early: Early | None = None,
 ) -> Copied:
     """Copy ``source`` into a temporary file of ``target``, or complete what ``early`` (taken over) began. On an archive
-    with layout chunks that file is a manifest, and ``codec`` says how chunks are stored.
+    with layout chunks that file is a manifest, and ``encoding`` says how chunks are stored.
 
     ``stable`` says that nobody can write to the source; otherwise it is read again after the copy and the
     copy is void (DigestMismatch) when it changed. Raises TierError, SourceChanged.
@@ -149,10 +161,11 @@ def copy_to_store(
                     fd,
                     source.size,
                     temp,
-                    codec,
+                    encoding.codec,
                     stable=stable,
                     reading=transfer.reading,
-                    streams=STREAMS,
+                    streams=encoding.threads,
+                    nice=encoding.nice,
                     throttle=turns,
                     cancelled=cancelled,
                     alive=transfer.beat,

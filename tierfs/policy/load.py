@@ -40,7 +40,10 @@ MIN_SCRUB = 60.0
 _POLICY_KEYS = ("mount", "mode", "allow_other", "state", "tiers", "rules", "limits", "scrub")
 _TIER_KEYS = ("kind", "path", "size", "max", "numa", "huge", "high", "low", "layout", "codec")
 _RULE_KEYS = ("match", "ack", "close", "fsync", "drain", "keep", "durable_within", "codec")
-_LIMIT_KEYS = ("drain", "transfers", "unsynced", "stop", "read_timeout", "tier_timeout")
+_LIMIT_KEYS = (
+    *("drain", "transfers", "unsynced", "stop", "read_timeout", "tier_timeout"),
+    *("encode_threads", "encode_nice"),
+)
 _MODES = ("auto", "passthrough", "userspace")
 _KINDS = ("memory", "dir")
 _LAYOUTS = ("tree", "chunks")
@@ -498,6 +501,8 @@ def _limits(at: _At) -> Limits:
         stop=fields["stop"].unit(parse_duration, "duration", "25s") if "stop" in fields else None,
         read_timeout=_timeout(fields["read_timeout"]) if "read_timeout" in fields else Limits().read_timeout,
         tier_timeout=_timeout(fields["tier_timeout"]) if "tier_timeout" in fields else Limits().tier_timeout,
+        encode_threads=fields["encode_threads"].integer(1, 64) if "encode_threads" in fields else 3,
+        encode_nice=fields["encode_nice"].integer(0, 19) if "encode_nice" in fields else 0,
     )
 
 

@@ -96,6 +96,10 @@ class Limits:
     """Seconds until a read of what no other tier has fails when nothing comes."""
     tier_timeout: float = 60.0
     """Seconds until a call into a tier that does not come back counts as failed."""
+    encode_threads: int = 3
+    """Threads that cut, compare and encode the chunks of one file on its way to an archive with layout chunks."""
+    encode_nice: int = 0
+    """Their nice level."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ class ChunkedStore(TreeStore):
         with failing_as(self.name, "lock"), self.use() as held:
             own = open_directory(RESERVED, held.root, create=False)
             try:
-                with among_others(own, alive):
+                with among_others(self.name, own, alive):
                     yield
             finally:
                 os.close(own)
@@ -187,6 +187,7 @@ class ChunkedStore(TreeStore):
         stable: bool,
         reading: Reading,
         streams: int,
+        nice: int = 0,
         throttle: Throttle,
         cancelled: Callable[[], bool],
         alive: Callable[[], object],
@@ -195,7 +196,14 @@ class ChunkedStore(TreeStore):
         tree digest, and those of its parts. See `Intake`. Raises OSError, TierError, SourceChanged."""
         with self.changing(alive), self.pool(write=True) as pool:
             intake = Intake(
-                pool, fd, size, Codec.labelled(codec), streams=streams, throttle=throttle, cancelled=cancelled
+                pool,
+                fd,
+                size,
+                Codec.labelled(codec),
+                streams=streams,
+                nice=nice,
+                throttle=throttle,
+                cancelled=cancelled,
             )
             made, digests = intake.store(stable=stable, reading=reading)
             pool.sync()

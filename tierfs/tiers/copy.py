@@ -346,15 +346,24 @@ def each_chunk(
     each(offsets, one, streams, cancelled)
 
 
-def each(items: Sequence[T], work: Callable[[T], None], streams: int, cancelled: Callable[[], bool] | None) -> None:
+def each(
+    items: Sequence[T],
+    work: Callable[[T], None],
+    streams: int,
+    cancelled: Callable[[], bool] | None,
+    *,
+    nice: int = 0,
+) -> None:
     """Call ``work`` with every item, from up to ``streams`` threads. The first error ends all; SourceChanged when
-    ``cancelled`` says so."""
+    ``cancelled`` says so. With ``nice`` threads of this level do it, and this one waits."""
     lock = threading.Lock()
     todo = iter(items)
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
+            if nice:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
             for item in iter(take, _END):
                 if cancelled is not None and cancelled():
                     raise SourceChanged("the copy was cancelled")
@@ -368,11 +377,13 @@ def each(items: Sequence[T], work: Callable[[T], None], streams: int, cancelled:
             return _END if errors else next(todo, _END)
 
     threads = [
-        threading.Thread(target=run, name="tierfs-copy", daemon=True) for _ in range(min(streams, len(items)) - 1)
+        threading.Thread(target=run, name="tierfs-copy", daemon=True)
+        for _ in range(min(streams, len(items)) - (not nice))
     ]
     for thread in threads:
         thread.start()
-    run()
+    if not nice:
+        run()
     for thread in threads:
         thread.join()
     if errors:

@@ -13,7 +13,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from tierfs.tiers.copy import (
     chunk_digest,
     data_extents,
     each,
-    each_chunk,
     is_sparse,
     is_tmpfs,
     read_chunk,
@@ -59,12 +58,14 @@ class Intake:
         codec: Codec,
         *,
         streams: int,
+        nice: int,
         throttle: Throttle,
         cancelled: Callable[[], bool],
     ) -> None:
-        """``fd``, open for reading, is borrowed. ``throttle`` is called with the bytes of each chunk."""
+        """``fd``, open for reading, is borrowed. ``throttle`` is called with the bytes of each chunk. Up to ``streams``
+        threads, of the level ``nice`` if that is not 0, do the work."""
         self._pool, self._fd, self._size, self._codec = pool, fd, size, codec
-        self._streams, self._throttle, self._cancelled = streams, throttle, cancelled
+        self._streams, self._nice, self._throttle, self._cancelled = streams, nice, throttle, cancelled
         self._digests = [b""] * -(-size // CHUNK)
 
     def store(self, *, stable: bool, reading: Reading) -> tuple[Manifest, list[bytes]]:
@@ -123,9 +124,9 @@ class Intake:
             spans = split(view)
         found: list[Chunk | None] = [None] * len(spans)
 
-        def look(offset: int, length: int) -> None:
+        def look(offset: int) -> None:
             with reading:
-                self._digests[offset // CHUNK] = chunk_digest(view[offset : offset + length])
+                self._digests[offset // CHUNK] = chunk_digest(view[offset : min(offset + CHUNK, self._size)])
 
         def work(number: int) -> None:
             span = spans[number]
@@ -135,8 +136,8 @@ class Intake:
                 ident = chunk_id([data])
             found[number] = self._put(ident, data, span, reading)
 
-        each_chunk(range(0, self._size, CHUNK), self._size, look, self._streams, None, self._cancelled)
-        each(range(len(spans)), work, self._streams, self._cancelled)
+        self._each(range(0, self._size, CHUNK), look)
+        self._each(range(len(spans)), work)
         return spans, [chunk for chunk in found if chunk is not None]
 
     # what is read
@@ -149,8 +150,9 @@ class Intake:
         found: list[Chunk | None] = [None] * len(spans)
         sparse = size > 0 and is_sparse(self._fd, size)
 
-        def work(offset: int, length: int) -> None:
-            number = offset // CHUNK
+        def work(offset: int) -> None:
+            number, length = offset // CHUNK, min(CHUNK, size - offset)
+            self._throttle(length)
             if sparse and not data_extents(self._fd, offset, length):
                 if os.fstat(self._fd).st_size < offset + length:
                     raise too_short(offset + length)
@@ -160,8 +162,11 @@ class Intake:
                 self._digests[number] = chunk_digest(data)
             found[number] = self._put(chunk_id([data]), data, spans[number], Reading())
 
-        each_chunk(range(0, size, CHUNK), size, work, self._streams, self._throttle, self._cancelled)
+        self._each(range(0, size, CHUNK), work)
         return spans, [chunk for chunk in found if chunk is not None]
+
+    def _each(self, items: Sequence[int], work: Callable[[int], None]) -> None:
+        each(items, work, self._streams, self._cancelled, nice=self._nice)
 
     def _put(self, ident: bytes, data: memoryview, span: Span, reading: Reading) -> Chunk:
         """The row of a chunk that is in the pool then."""

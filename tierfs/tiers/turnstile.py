@@ -24,14 +24,25 @@ _NONE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """What a filesystem without locks says."""
 
 
+PATIENCE = 60.0
+"""Seconds that a copy waits for a collector: it needs a moment, or it hangs."""
+
+
 @contextlib.contextmanager
-def among_others(own: int, alive: Callable[[], object]) -> Iterator[None]:
+def among_others(tier: str, own: int, alive: Callable[[], object]) -> Iterator[None]:
     """For the block nothing is collected. ``alive`` is called while a collector is waited for. Where the filesystem has
-    no locks there is no collector. Raises OSError."""
+    no locks there is no collector. Raises OSError; TierError when the collector does not end."""
+    end = time.monotonic() + PATIENCE
+
+    def waiting() -> None:
+        alive()
+        if time.monotonic() > end:
+            raise TierError(f"tier {tier}: `tierfs gc` keeps copies from it for {PATIENCE:g} s already")
+
     with contextlib.ExitStack() as stack:
         try:
-            with _locked(own, _GATE, fcntl.LOCK_SH, alive):
-                stack.enter_context(_locked(own, _LOCK, fcntl.LOCK_SH, alive))
+            with _locked(own, _GATE, fcntl.LOCK_SH, waiting):
+                stack.enter_context(_locked(own, _LOCK, fcntl.LOCK_SH, waiting))
         except OSError as error:
             if error.errno not in _NONE:
                 raise
