@@ -83,13 +83,18 @@ def check_marker(tier: str, dir_fd: int, tmp_fd: int, where: Path, *, create: bo
         return str(fresh["uuid"])
     with os.fdopen(fd, "rb") as file:
         raw = file.read(65536)
+    return parse_marker(tier, raw, where, os.fsdecode(MARKER), FORMAT)
+
+
+def parse_marker(tier: str, raw: bytes, where: Path | str, marker: str, known: int) -> str:
+    """The uuid in a marker. Raises TierError (not temporary) as `check_marker` does."""
     try:
         found = json.loads(raw)
         name, identity, version = found["name"], found["uuid"], found["format"]
     except (ValueError, KeyError, TypeError):
-        raise refusal(tier, f"{where}/{os.fsdecode(MARKER)} is damaged; move it away if {where} is this tier") from None
-    if version != FORMAT:
-        raise refusal(tier, f"{where} has format {version}; this tierfs knows format {FORMAT}")
+        raise refusal(tier, f"{where}/{marker} is damaged; move it away if {where} is this tier") from None
+    if version != known:
+        raise refusal(tier, f"{where} has format {version}; this tierfs knows format {known}")
     if name != tier:
         raise refusal(tier, f"{where} belongs to a tier called {name}; rename the tier or choose another directory")
     return str(identity)
@@ -103,29 +108,35 @@ def check_owner(tier: str, dir_fd: int, where: Path, catalog: str, *, claim: boo
     temporary).
     """
     owner = read_owner(dir_fd)
-    if owner is None:
-        if known:
-            raise refusal(
-                tier,
-                f"{where} is not the directory that the state directory knows: nothing of the tier is there; is it "
-                f"mounted? If you moved the tier, move all its contents along; if they are gone for good, "
-                f"`tierfs fsck --repair --gone {tier} CONFIG` goes on without them",
-            )
-        if claim:
-            temp = create_temporary(dir_fd, "owner")
-            try:
-                os.write(temp.fd, catalog.encode() + b"\n")
-                temp.commit(dir_fd, OWNER)
-            finally:
-                temp.discard()
-        return
-    if owner != catalog:
-        raise refusal(
-            tier,
+    why = catalog_refusal(tier, where, os.fsdecode(OWNER), owner, catalog, known=known)
+    if why is not None:
+        raise refusal(tier, why)
+    if owner is None and claim:
+        temp = create_temporary(dir_fd, "owner")
+        try:
+            os.write(temp.fd, catalog.encode() + b"\n")
+            temp.commit(dir_fd, OWNER)
+        finally:
+            temp.discard()
+
+
+def catalog_refusal(
+    tier: str, where: Path | str, file: str, owner: str | None, catalog: str, *, known: bool
+) -> str | None:
+    """Why a tier whose ``file`` says that it is ``owner``'s is none for this catalog; None when it is one."""
+    if owner is None and known:
+        return (
+            f"{where} is not the directory that the state directory knows: nothing of the tier is there; is it "
+            f"mounted? If you moved the tier, move all its contents along; if they are gone for good, "
+            f"`tierfs fsck --repair --gone {tier} CONFIG` goes on without them"
+        )
+    if owner is not None and owner != catalog:
+        return (
             f"the files in {where} belong to another state directory than this one (or its catalog was lost: "
             f"`tierfs fsck --rebuild CONFIG` makes another from the tiers); give the tier a directory of its own, or "
-            f"remove {where}/{os.fsdecode(OWNER)} to give those files up",
+            f"remove {where}/{file} to give those files up"
         )
+    return None
 
 
 def read_owner(dir_fd: int) -> str | None:

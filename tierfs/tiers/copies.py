@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -23,7 +24,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -118,9 +118,9 @@ class CatalogCopies:
             fd = os.open(name, flags, 0o600, dir_fd=directory)
             try:
                 before = os.fstat(fd).st_size
-                record = _RECORD.pack(len(payload), zlib.crc32(payload)) + payload
+                packed = record(payload)
                 try:
-                    if os.write(fd, record) != len(record):
+                    if os.write(fd, packed) != len(packed):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     os.fsync(fd)
                 except OSError:
@@ -129,7 +129,7 @@ class CatalogCopies:
                     raise
                 if not before:
                     fsync_directory(directory)
-                self.log_bytes = before + len(record)
+                self.log_bytes = before + len(packed)
                 self.reached = number, self.log_bytes
                 self._tree.note(self.reached)
             finally:
@@ -273,15 +273,25 @@ class CatalogCopies:
                     os.close(fd)
                     continue
                 with open(fd, "rb") as file:
-                    yield from _records(file)
+                    yield from _records(file.read)
 
 
-def _records(file: Any) -> Iterator[bytes]:
-    while len(head := file.read(_RECORD.size)) == _RECORD.size:
+def record(payload: bytes) -> bytes:
+    """A batch as it is logged."""
+    return _RECORD.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def records(raw: bytes) -> Iterator[bytes]:
+    """The batches that were logged; they end at the first damage."""
+    return _records(io.BytesIO(raw).read)
+
+
+def _records(read: Callable[[int], bytes]) -> Iterator[bytes]:
+    while len(head := read(_RECORD.size)) == _RECORD.size:
         length, checksum = _RECORD.unpack(head)
         if length > _LONGEST:
             return
-        payload = file.read(length)
+        payload = read(length)
         if len(payload) != length or zlib.crc32(payload) != checksum:
             return
         yield payload

@@ -170,7 +170,7 @@ class Mapped:
 
 
 @contextlib.contextmanager
-def _mapping(fd: int, size: int, reading: Reading | None) -> Iterator[Mapped | None]:
+def mapping(fd: int, size: int, reading: Reading | None) -> Iterator[Mapped | None]:
     """`_map` for the time of a block."""
     mapping = _map(fd, size)
     if mapping is None:
@@ -427,7 +427,7 @@ def copy_file(
             dst.prefer_direct()
             offsets = range(0, size, CHUNK)
             found = [b""] * len(offsets)
-            with _mapping(src_fd, size if stable else 0, reading) as mapped:
+            with mapping(src_fd, size if stable else 0, reading) as mapped:
 
                 def work(offset: int, length: int) -> None:
                     if sparse:
@@ -553,7 +553,7 @@ class PipelinedCopy:
         if size > SMALL:
             self._dst.prefer_direct()
 
-        with _mapping(src_fd, size if stable else 0, reading) as mapped:
+        with mapping(src_fd, size if stable else 0, reading) as mapped:
 
             def work(offset: int, length: int) -> None:
                 if sparse and offset not in early:

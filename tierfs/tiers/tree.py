@@ -367,6 +367,10 @@ class TreeStore(ArchiveRoot):
             status = os.stat(found[1], dir_fd=found[0], follow_symlinks=False)
             return status.st_size if stat.S_ISREG(status.st_mode) else None
 
+    def stands(self, path: Path, temp: bytes, size: int) -> bool:
+        """Whether what waited as ``temp`` may be the file there: here only its size tells."""
+        return self.size(path) == size
+
     def status(self, path: Path) -> os.stat_result | None:
         """lstat of what is there, with the size of the file that it stands for; None when nothing is."""
         with self._existing("look at", path) as found:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tierfs.tiers.base import failing_as
+from tierfs.tiers.object_tree import ObjectTree
 from tierfs.tiers.root import RESERVED
 from tierfs.tiers.tree import TreeStore
 
@@ -27,9 +28,13 @@ class Standing:
     """Those of users, as far as they can be read."""
 
 
-def walk(tree: TreeStore, top: Path = ()) -> Iterator[Standing]:
+def walk(tree: TreeStore | ObjectTree, top: Path = ()) -> Iterator[Standing]:
     """What is below ``top``, each directory before what is in it. Follows no symlink and stays on the archive's
     filesystem. Raises TierError."""
+    if isinstance(tree, ObjectTree):
+        for found in tree.everything():
+            yield Standing(*found)
+        return
     with failing_as(tree.name, f"read {tree.root}"):
         todo: list[Path] = [top]
         while todo:
