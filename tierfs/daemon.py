@@ -45,7 +45,7 @@ from tierfs.policy.model import Policy
 from tierfs.report import Report, keep_report
 from tierfs.state import CATALOG, state_lock
 from tierfs.tiers.assembly import Tiers
-from tierfs.tiers.copies import CatalogCopies
+from tierfs.tiers.kinds import Copies, copies_on
 
 log = logging.getLogger("tierfs")
 
@@ -103,8 +103,9 @@ class Daemon:
         try:
             self.catalog = self._open_catalog(first)
             if first:
+                self.tiers.prepare_archive()
                 claim(self.catalog, self.policy, self.tiers)
-                CatalogCopies(self.tiers.tree).forget_clean()
+                copies_on(self.tiers.tree).forget_clean()
             else:
                 self.tiers.tree.note(self.catalog.logged)
         except TierfsError:
@@ -201,7 +202,7 @@ class Daemon:
             log.warning("%s: restored from the archive as it was closed; what was damaged is in %s", error, aside)
         return Catalog(path, verify=True)
 
-    def _keep_catalog(self, copies: CatalogCopies) -> None:
+    def _keep_catalog(self, copies: Copies) -> None:
         keep_closed(self.catalog.path, self.catalog.uuid, self.catalog.seq, copies)
 
     def _take_over(
@@ -301,7 +302,7 @@ def run_mount(
             undrained = policy.state / UNDRAINED
             if resume is None:
                 undrained.unlink(missing_ok=True)
-            tiers = Tiers.open(policy)
+            tiers = Tiers.open(policy, later=True)
 
             def serve(session: KeeperSession | None) -> int:
                 daemon = Daemon(policy, mountpoint, config, mode, why, tiers, session, lambda: report("ok"))

@@ -78,6 +78,10 @@ class ContentMissing(TierError):
     """A file that was copied to the archive is neither where it waited nor where it belongs: someone removed it."""
 
 
+class PartsLost(ContentMissing):
+    """The same of what was sent in parts, which end with their process, or were sent to another name: no fault."""
+
+
 class NoSuchBlob(TierError):
     """The store of blobs answered, and has nothing by that key."""
 

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from typing import Any
 import pytest
 
 from tests.servers import BUCKET, KEY, SECRET, SERVERS, Server, program
-from tierfs.errors import TierError
+from tierfs.errors import SourceChanged, TierError
 from tierfs.testing.conformance import MTIME, ObjectTreeContract, send_all
 from tierfs.tiers.blobs import PART
+from tierfs.tiers.copy import Reading
 from tierfs.tiers.directory_blobs import DirectoryBlobs
+from tierfs.tiers.object_content import ObjectTemporary, send_file
 from tierfs.tiers.object_names import PRIVATE, TEMPORARY
 from tierfs.tiers.object_tree import ObjectTree
 from tierfs.tiers.objects import ObjectBlobs
@@ -160,7 +163,6 @@ STEPS: dict[str, Callable[[ObjectTree], object]] = {
     "link over a file": lambda tree: tree.link((b"g",), (b"f",)),
     "link over a link": lambda tree: tree.link((b"g",), (b"h",)),
     "link of a symlink": lambda tree: tree.link((b"l",), (b"l2",)),
-    "link once more": lambda tree: tree.link((b"h",), (b"f",)),
     "rename": lambda tree: tree.rename((b"f",), (b"new", b"er")),
     "rename over a file": lambda tree: tree.rename((b"f",), (b"g",)),
     "rename over another name": lambda tree: tree.rename((b"f",), (b"h",)),
@@ -303,3 +305,88 @@ def test_an_archive_that_was_emptied_or_changed_is_left_alone(scratch: Path) -> 
     other.probe()
 
 
+def test_a_daemon_that_starts_again_finds_its_archive_or_makes_none(scratch: Path) -> None:
+    put(opened(directory_blobs(scratch / "blobs")), (b"f",), b"x")
+    again = ObjectTree(directory_blobs(scratch / "blobs"), "a directory")  # not prepared: the store may be away
+    put(again, (b"g",), b"y")
+    assert again.uuid
+    blobs = directory_blobs(scratch / "empty")
+    with pytest.raises(TierError, match="no marker") as failed:
+        ObjectTree(blobs, "a directory").temporary("2-1")
+    assert failed.value.temporary
+    assert list(blobs.scan(PRIVATE)) == []
+
+
+def test_a_directory_that_moves_gives_signs_of_life(scratch: Path) -> None:
+    tree = opened(directory_blobs(scratch / "blobs"))
+    full(tree)
+    signs: list[int] = []
+    with tree.changing(lambda: signs.append(1)):
+        tree.rename((b"d",), (b"x",))
+    assert len(signs) >= 5
+    tree.rename((b"x",), (b"d",))
+    assert len(signs) < 10
+
+
+class HangingUpload:
+    """The server answers nothing until the upload is given up."""
+
+    part_size = PART
+    key = "f"
+
+    def __init__(self) -> None:
+        self.sending = threading.Semaphore(0)
+        self.given_up = threading.Event()
+
+    def part(self, number: int, data: object) -> None:
+        self.sending.release()
+        self.given_up.wait(60)
+        raise TierError("it was given up")
+
+    def complete(self) -> None:
+        raise AssertionError("not complete")
+
+    def abort(self) -> None:
+        self.given_up.set()
+
+
+class HangingBlobs:
+    name = "archive"
+
+    def __init__(self) -> None:
+        self.upload = HangingUpload()
+
+    def begin(self, key: str, part_size: int) -> HangingUpload:
+        return self.upload
+
+    def delete(self, keys: object) -> None:
+        """There is nothing."""
+
+
+def test_who_cuts_the_source_off_waits_for_no_server(scratch: Path) -> None:
+    blobs: Any = HangingBlobs()
+    temp = ObjectTemporary(blobs, b"t", "f")
+    reading, cancel = Reading(), threading.Event()
+    ended: list[BaseException] = []
+    with (scratch / "source").open("w+b") as file:
+        file.write(os.urandom(3 * PART))
+        file.flush()
+
+        def send() -> None:
+            try:
+                send_file(
+                    file.fileno(), temp, 3 * PART, streams=3, stable=True, reading=reading, cancelled=cancel.is_set
+                )
+            except BaseException as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        assert blobs.upload.sending.acquire(timeout=60)
+        cancel.set()
+        assert not reading.end(), "a thread looks at the source"
+        temp.stop()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert reading.end()
+    assert isinstance(ended[0], SourceChanged)

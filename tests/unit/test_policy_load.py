@@ -145,14 +145,38 @@ MISTAKES = {
     "mode": ("mode: userspace", "mode: userspce", 2, "mode", "did you mean 'userspace'?"),
     "allow_other": ("allow_other: true", 'allow_other: "true"', 3, "allow_other", "write true or false without quotes"),
     "state empty": ("state: /var/lib/tierfs", "state:", 4, "state", "must be text, not empty"),
-    "no kind": ("    kind: dir\n", "", 13, "tiers.nvme.kind", "kind is missing; write kind: memory or kind: dir"),
+    "no kind": ("    kind: dir\n", "", 13, "tiers.nvme.kind", "kind is missing; write kind: memory, kind: dir"),
     "kind": ("    kind: memory", "    kind: memroy", 7, "tiers.memory.kind", "did you mean 'memory'?"),
-    "kind object": (
+    "object of no url": ("{kind: dir, path: /archive}", "{kind: object}", 17, "tiers.archive.url", "needs a url"),
+    "object with path": (
         "{kind: dir, path: /archive}",
-        "{kind: object, url: s3://b}",
+        "{kind: object, url: s3://b, path: /archive}",
         17,
-        "tiers.archive.kind",
-        "kind: object is not supported in this version",
+        "tiers.archive.path",
+        "path does not apply to kind object; remove path",
+    ),
+    "object with layout chunks": (
+        "{kind: dir, path: /archive}",
+        "{kind: object, url: s3://b, layout: chunks}",
+        17,
+        "tiers.archive.layout",
+        "layout chunks is not supported in an object store in this version",
+    ),
+    "object above the archive": (
+        "    kind: dir\n    path: /nvme/data",
+        "    kind: object\n    url: s3://b",
+        14,
+        "tiers.nvme.kind",
+        "only the archive, the last tier, can be of kind object",
+    ),
+    "url of a directory": ("/archive}", "/archive, url: s3://b}", 17, "tiers.archive.url", "only to kind object"),
+    "endpoint of a directory": ("    size: 2TB", "    endpoint: x", 16, "tiers.nvme.endpoint", "only to kind object"),
+    "numa of an object": (
+        "{kind: dir, path: /archive}",
+        "{kind: object, url: s3://b, numa: [1]}",
+        17,
+        "tiers.archive.numa",
+        "applies only to the tmpfs",
     ),
     "layout": ("/archive}", "/archive, layout: chunk}", 17, "tiers.archive.layout", "did you mean 'chunks'?"),
     "layout of a local tier": ("    size: 2TB", "    layout: chunks", 16, "tiers.nvme.layout", "only to the archive"),
@@ -594,3 +618,13 @@ def test_a_mount_without_such_an_archive_imports_none_of_it(tmp_path: Path) -> N
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_archive_in_an_object_store() -> None:
+    archive_text = "{kind: object, url: s3://b/run, endpoint: http://h:1, size: 1TiB}"
+    text = SMALL.replace("{kind: dir, path: /archive}", archive_text)
+    with pytest.raises(ConfigError, match="state is missing, and no tier above the archive is on a disk"):
+        parse_policy(text, "p.yaml")
+    archive = parse_policy("state: /var/lib/tierfs\n" + text, "p.yaml").tiers[-1]
+    assert (archive.kind, archive.path, archive.persistent) == ("object", None, True)
+    assert (archive.url, archive.endpoint, archive.region, archive.size) == ("s3://b/run", "http://h:1", None, 1 << 40)

@@ -11,25 +11,29 @@ import click
 from tierfs.cli import render
 from tierfs.cli.inspect import json_option
 
-archive_argument = click.argument("archive", type=click.Path(path_type=Path))
+archive_argument = click.argument("archive")
+endpoint_option = click.option("--endpoint", help="Of an object store: URL of a server that is not the provider's own.")
 
 
 @click.command()
 @archive_argument
 @click.argument("path", default="")
 @click.option("-r", "--recursive", is_flag=True, help="Also what is in the directories below.")
+@endpoint_option
 @json_option
-def ls(archive: Path, path: str, recursive: bool, as_json: bool) -> None:
-    """List what is in an archive, from its directory alone: no mount, no policy file. PATH is relative to ARCHIVE.
+def ls(archive: str, path: str, recursive: bool, endpoint: str | None, as_json: bool) -> None:
+    """List what is in an archive, from its directory, or its URL in an object store, alone: no mount, no policy file.
+    PATH is relative to ARCHIVE.
 
     \b
     Examples:
       tierfs ls /archive/ckpt
       tierfs ls /archive/ckpt run42 --recursive --json
+      tierfs ls s3://bucket/run42 --endpoint http://seaweed:8333
     """
     from tierfs.tiers.export import archive_at, listing, names_of, shown
 
-    with archive_at(archive) as store:
+    with archive_at(archive, endpoint) as store:
         found = listing(store, names_of(path), deep=recursive)
     if as_json:
         render.print_json(
@@ -65,10 +69,11 @@ _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlin
 @archive_argument
 @click.argument("path")
 @click.argument("dest", type=click.Path(path_type=Path))
+@endpoint_option
 @json_option
-def export(archive: Path, path: str, dest: Path, as_json: bool) -> int:
-    """Restore a file, or a directory with all below it, from an archive's directory alone: on any machine, without
-    mount, policy file or catalog. PATH is relative to ARCHIVE; "." is all of it.
+def export(archive: str, path: str, dest: Path, endpoint: str | None, as_json: bool) -> int:
+    """Restore a file, or a directory with all below it, from an archive's directory, or its URL in an object store,
+    alone: on any machine, without mount, policy file or catalog. PATH is relative to ARCHIVE; "." is all of it.
 
     Nothing is overwritten: DEST must not exist, or be an empty directory (for a file: a directory to put it in). With
     layout chunks every file is compared with its digest; one that is damaged is left out and told, and the exit code
@@ -78,10 +83,11 @@ def export(archive: Path, path: str, dest: Path, as_json: bool) -> int:
     Examples:
       tierfs export /archive/ckpt run42/step-1000.pt /tmp
       tierfs export /archive/ckpt . /restore
+      tierfs export s3://bucket/run42 step-1000 /restore
     """
     from tierfs.tiers.export import Export, archive_at, names_of
 
-    with archive_at(archive) as store, render.progress("exporting") as progress:
+    with archive_at(archive, endpoint) as store, render.progress("exporting") as progress:
         done = Export(store, names_of(path), dest, progress).run()
     if as_json:
         render.print_json({"files": done.files, "bytes": done.bytes, "failed": done.failed})

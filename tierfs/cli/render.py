@@ -282,7 +282,7 @@ def policy(summary: Json) -> None:
         [
             tier["name"],
             tier["kind"] + (f" (archive, {_layout(tier)})" if tier["archive"] else ""),
-            tier["path"] or "own tmpfs",
+            tier["url"] or tier["path"] or "own tmpfs",
             size(tier["size"]) if tier["size"] is not None else "whole file system",
             f"{tier['high']:.0%}",
             f"{tier['low']:.0%}",

@@ -20,8 +20,8 @@ from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import OWNER, ReplicaStore
 from tierfs.tiers.content import Content, FileContent
+from tierfs.tiers.kinds import Tree
 from tierfs.tiers.root import RESERVED
-from tierfs.tiers.tree import TreeStore
 from tierfs.tiers.walk import walk
 from tierfs.types import Replica, ReplicaState
 
@@ -74,7 +74,7 @@ def _is_owned(path: Path, *, archive: bool) -> bool:
 def check_tiers(
     catalog: Catalog,
     stores: Mapping[str, ReplicaStore],
-    tree: TreeStore,
+    tree: Tree,
     progress: Progress,
     *,
     data: bool = False,
@@ -96,7 +96,7 @@ def check_catalog(catalog: Catalog, progress: Progress) -> list[Problem]:
 def _check_bytes(
     catalog: Catalog,
     stores: Mapping[str, ReplicaStore],
-    tree: TreeStore,
+    tree: Tree,
     progress: Progress,
     gone: Collection[str] = (),
 ) -> list[Problem]:
@@ -151,7 +151,7 @@ def _replicas(catalog: Catalog, stores: Mapping[str, ReplicaStore], replicas: It
     return problems
 
 
-def _archive(catalog: Catalog, tree: TreeStore, published: Iterable[PublishedName]) -> list[Problem]:
+def _archive(catalog: Catalog, tree: Tree, published: Iterable[PublishedName]) -> list[Problem]:
     """What a batch that was cut short may have moved already, and all below, is for the next mount to finish."""
     problems = []
     begun = catalog.intent()
@@ -177,7 +177,7 @@ def _archive(catalog: Catalog, tree: TreeStore, published: Iterable[PublishedNam
     return problems
 
 
-def check_strays(catalog: Catalog, tree: TreeStore) -> list[Problem]:
+def check_strays(catalog: Catalog, tree: Tree) -> list[Problem]:
     """What stands on the archive under a name that it should not have; of a directory not what is in it."""
     rows = catalog.all_published()
     known = {path for row in rows if (path := catalog.published_path(row.parent, row.name)) is not None}
@@ -212,14 +212,14 @@ def archive_paths(catalog: Catalog, ino: int) -> list[tuple[bytes, ...]]:
     return [path for path in paths if path is not None]
 
 
-def open_replica(catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeStore, replica: Replica) -> Content:
+def open_replica(catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: Tree, replica: Replica) -> Content:
     """Its bytes. Raises OSError, TierError."""
     if replica.tier in stores:
         return FileContent(stores[replica.tier].open(replica.key, write=False))
     return tree.content_first(archive_paths(catalog, replica.ino), replica.size)
 
 
-def has_digest(catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeStore, replica: Replica) -> bool | None:
+def has_digest(catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: Tree, replica: Replica) -> bool | None:
     """Whether a replica's bytes are those of its digest; None when it has none, or cannot be read."""
     if replica.digest is None or replica.state is ReplicaState.OPEN:
         return None
@@ -236,7 +236,7 @@ def has_digest(catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeS
 
 
 def check_damage(
-    catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeStore, *, read: bool
+    catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: Tree, *, read: bool
 ) -> list[Problem]:
     """What a scrub listed as damaged; with ``read`` only what could not be read, as `check_data` says the rest."""
     problems = []
@@ -254,7 +254,7 @@ def check_damage(
 
 
 def check_data(
-    catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: TreeStore, progress: Progress
+    catalog: Catalog, stores: Mapping[str, ReplicaStore], tree: Tree, progress: Progress
 ) -> list[Problem]:
     """Replicas whose bytes are not those that were written; sizes are not looked at again."""
     replicas = list(catalog.all_replicas())

@@ -31,7 +31,8 @@ from tierfs.policy.model import Policy
 from tierfs.report import keep_rebuild
 from tierfs.tiers.assembly import Tiers
 from tierfs.tiers.base import DIRECTORY
-from tierfs.tiers.copies import CatalogCopies, Manifest
+from tierfs.tiers.copies import Manifest
+from tierfs.tiers.kinds import Copies, copies_on
 from tierfs.types import ROOT_INO, Attributes, Ino
 
 REBUILDING = "catalog.rebuilding"
@@ -48,7 +49,7 @@ def rebuild_all(policy: Policy, progress: Progress) -> Report:
         _discard(path.with_name(REBUILDING))
         report.facts["kept_aside"] = _keep_aside(path)
         reach(At.REBUILD_ASIDE)
-        copies = CatalogCopies(tiers.tree)
+        copies = copies_on(tiers.tree)
         copies.forget_clean()
         catalog, horizon, undone = _base(policy, tiers, copies, owner, report)
         try:
@@ -77,7 +78,7 @@ def restore_clean(policy: Policy, tiers: Tiers) -> str | None:
     is the same catalog. The directory in which the damaged one is kept; None when there is no such copy.
     With the state directory locked. Raises OSError, TierError."""
     path = catalog_path(policy)
-    copies = CatalogCopies(tiers.tree)
+    copies = copies_on(tiers.tree)
     manifest = copies.clean()
     if manifest is None or manifest.uuid != tiers.tree.owner():
         return None
@@ -152,7 +153,7 @@ def _keep_aside(path: Path) -> str | None:
 
 
 def _base(
-    policy: Policy, tiers: Tiers, copies: CatalogCopies, owner: str | None, report: Report
+    policy: Policy, tiers: Tiers, copies: Copies, owner: str | None, report: Report
 ) -> tuple[MendableCatalog, int, Batch | None]:
     """A catalog to begin with, the sequence number as of which its names are true, and the last batch, if that could
     not be carried out again."""
@@ -183,7 +184,7 @@ def _base(
 
 
 def _newest_copy(
-    path: Path, copies: CatalogCopies, owner: str | None, report: Report
+    path: Path, copies: Copies, owner: str | None, report: Report
 ) -> tuple[MendableCatalog | None, Manifest | None]:
     for manifest in copies.manifests():
         if owner is not None and manifest.uuid != owner:
@@ -204,7 +205,7 @@ def _newest_copy(
 
 
 def _replay(
-    catalog: MendableCatalog, tiers: Tiers, copies: CatalogCopies, manifest: Manifest | None, report: Report
+    catalog: MendableCatalog, tiers: Tiers, copies: Copies, manifest: Manifest | None, report: Report
 ) -> tuple[int, Batch | None]:
     """Let the catalog follow the log; the last operation that the archive has done, 0 when nothing was logged, and the
     last batch if the archive is not what it would leave.

@@ -28,7 +28,7 @@ from tierfs.policy.model import Policy
 from tierfs.tiers.assembly import Tiers
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.beside import describer
-from tierfs.tiers.copies import CatalogCopies
+from tierfs.tiers.kinds import Copies, copies_on
 from tierfs.types import Attributes, Ino, OpKind, Replica, ReplicaState
 
 
@@ -44,7 +44,7 @@ def repair_all(
         catalog = MendableCatalog(catalog_path(policy), verify=True)
         try:
             tiers.check_catalog(catalog.uuid, known_disks(catalog, policy).difference(gone), claim=False)
-            copies = CatalogCopies(tiers.tree)
+            copies = copies_on(tiers.tree)
             copies.forget_clean()
             report = Report()
             older = tiers.tree.position() < catalog.logged
@@ -67,7 +67,7 @@ class Repair:
     catalog: MendableCatalog
     policy: Policy
     tiers: Tiers
-    copies: CatalogCopies
+    copies: Copies
     report: Report
     progress: Progress
     data: bool = False

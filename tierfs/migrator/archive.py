@@ -36,9 +36,8 @@ from tierfs.migrator.ahead import LOOK, deletes_ahead
 from tierfs.migrator.steps import Action, Batch, Effect, Metadata, Path, Step
 from tierfs.plan.retention import NEVER, frontier
 from tierfs.points import At, reach
-from tierfs.tiers.copies import CatalogCopies
+from tierfs.tiers.kinds import Copies, Tree
 from tierfs.tiers.root import RESERVED
-from tierfs.tiers.tree import TreeStore
 from tierfs.types import ROOT_INO, Attributes, OpKind, Replica, ReplicaState
 
 log = logging.getLogger("tierfs.archive")
@@ -60,7 +59,7 @@ class Ready:
 @dataclass
 class Archive:
     catalog: Catalog
-    store: TreeStore
+    store: Tree
     name: str
     barrier: Callable[[], int] = lambda: NEVER
     """What happened after this number has to wait for files that the archive does not get."""
@@ -68,7 +67,7 @@ class Archive:
     """What was deleted before this number never has to come back."""
     given_up: Callable[[int, int], bool] = lambda ino, version: False
     """Whether nothing waits for the close of this version of a file that is being written again."""
-    copies: CatalogCopies | None = None
+    copies: Copies | None = None
     """Where batches are logged for a rebuild of the catalog."""
     pending: Batch | None = None
     """The batch that is stored in the catalog and not committed."""

@@ -18,7 +18,8 @@ from tierfs.migrator.throttle import Throttle
 from tierfs.migrator.transfer import Early, Transfer, discard_early
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
-from tierfs.tiers.tree import TreeStore
+from tierfs.tiers.kinds import Tree
+from tierfs.tiers.object_tree import ObjectTree
 from tierfs.types import Replica, ReplicaState
 
 EARLY = 64 << 20
@@ -44,7 +45,7 @@ class Host(Protocol):
 
     def archive_may(self) -> bool: ...
     def stands(self, source: Replica) -> bool: ...
-    def target(self, tier: str) -> ReplicaStore | TreeStore: ...
+    def target(self, tier: str) -> ReplicaStore | Tree: ...
     async def tidy(self, tier: str, work: Callable[[], object]) -> None: ...
 
 
@@ -71,6 +72,8 @@ class EarlyCopies(dict[Key, Early]):
             if size < EARLY or source.ino in host.files.orphans or source.ino in quiet:
                 continue
             for tier in host.files.copies.targets(source.tier, inode.rule):
+                if isinstance(host.target(tier), ObjectTree):
+                    continue  # parts that were sent cannot be sent again when the file changes
                 key = (source.ino, source.version, tier)
                 early = self.get(key)
                 due = size - (early.copy.front if early else 0) >= EARLY_STEP

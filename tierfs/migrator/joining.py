@@ -14,15 +14,15 @@ from tierfs.policy.match import RuleMatcher
 from tierfs.policy.model import Policy
 from tierfs.tiers.assembly import Tiers
 from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.kinds import Tree
 from tierfs.tiers.memory import MemoryMount
-from tierfs.tiers.tree import TreeStore
 
 
 def join(
     catalog: Catalog,
     policy: Policy,
     stores: dict[str, ReplicaStore],
-    tree: TreeStore,
+    tree: Tree,
     space: Space,
     *,
     backing: Backing | None = None,

@@ -14,7 +14,8 @@ from tierfs.catalog import Catalog, discard_snapshot, take_snapshot
 from tierfs.errors import CatalogDamaged, CatalogError, TierError
 from tierfs.fs.lanes import Beat, Lane
 from tierfs.points import At, reach
-from tierfs.tiers.copies import LOG_BYTES, CatalogCopies
+from tierfs.tiers.copies import LOG_BYTES
+from tierfs.tiers.kinds import Copies
 
 log = logging.getLogger("tierfs.catalog")
 
@@ -26,7 +27,7 @@ SHARE = 20
 
 
 class CatalogCopier:
-    def __init__(self, catalog: Catalog, copies: CatalogCopies, lane: Lane) -> None:
+    def __init__(self, catalog: Catalog, copies: Copies, lane: Lane) -> None:
         """``lane``: the archive's."""
         self._catalog = catalog
         self._copies = copies
@@ -79,7 +80,7 @@ class CatalogCopier:
         return not self._failing
 
 
-def keep_closed(path: Path, uuid: str, seq: int, copies: CatalogCopies) -> bool:
+def keep_closed(path: Path, uuid: str, seq: int, copies: Copies) -> bool:
     """The catalog at ``path`` was just closed, with nothing left to do: copy it and say that this copy is the catalog.
     Blocks. False when the archive fails, which is logged."""
     try:

@@ -19,7 +19,7 @@ from typing import TypeVar
 import trio
 
 from tierfs.catalog import Catalog
-from tierfs.errors import CatalogError, ContentMissing, DigestMismatch, NoAnswer, SourceChanged, TierError
+from tierfs.errors import CatalogError, ContentMissing, DigestMismatch, NoAnswer, PartsLost, SourceChanged, TierError
 from tierfs.fs.lanes import SLOWEST, Beat, Lanes
 from tierfs.fs.mover import FULL
 from tierfs.fs.open_files import OpenFiles
@@ -54,10 +54,11 @@ from tierfs.points import At, reach
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.beside import describer
+from tierfs.tiers.blobs import PART
 from tierfs.tiers.content import Content
-from tierfs.tiers.copies import CatalogCopies
+from tierfs.tiers.kinds import Tree, copies_on
 from tierfs.tiers.memory import MemoryMount
-from tierfs.tiers.tree import TreeStore
+from tierfs.tiers.object_names import Path
 from tierfs.types import Replica, ReplicaState
 
 log = logging.getLogger("tierfs.migrator")
@@ -85,7 +86,7 @@ class Migrator:
     catalog: Catalog
     policy: Policy
     stores: dict[str, ReplicaStore]
-    tree: TreeStore
+    tree: Tree
     files: OpenFiles = field(init=False)
     growth: Growth | None = None
     paused: bool = False
@@ -112,7 +113,7 @@ class Migrator:
     def __post_init__(self) -> None:
         self.archive_name = self.policy.tiers[-1].name
         self.held = HeldDeletes(self)
-        self.copies = CatalogCopies(self.tree)
+        self.copies = copies_on(self.tree)
         self.archive = Archive(
             self.catalog,
             self.tree,
@@ -408,11 +409,21 @@ class Migrator:
         target = self.target(transfer.tier)
         key = self.files.new_key(transfer.ino)
         encoding = self._encoding(transfer.ino)
+        towards = self._towards(source) if to_archive else None
 
         def copy() -> Copied:
             store = self.stores[source.tier]
             done = copy_to_store(
-                source, store, target, key, transfer, self.throttle, stable=stable, encoding=encoding, early=early
+                source,
+                store,
+                target,
+                key,
+                transfer,
+                self.throttle,
+                stable=stable,
+                encoding=encoding,
+                early=early,
+                towards=towards,
             )
             if to_archive:
                 done.temp.close()
@@ -453,7 +464,14 @@ class Migrator:
         """Opens a replica for reading, in a thread, where the catalog has it now. Raises OSError, TierError."""
         return self.recaller.opener(replica)
 
-    def target(self, tier: str) -> ReplicaStore | TreeStore:
+    def _towards(self, source: Replica) -> Path | None:
+        """Where a large file will be published, as it seems; None when that is not worth a guess."""
+        attributes = self.catalog.attributes(source.ino)
+        if source.size <= PART or attributes is None or attributes.nlink != 1:
+            return None
+        return self.catalog.path_of(source.ino)
+
+    def target(self, tier: str) -> ReplicaStore | Tree:
         return self.tree if tier == self.archive_name else self.stores[tier]
 
     # draining what is still being written
@@ -562,7 +580,10 @@ class Migrator:
                 except ContentMissing as error:
                     self.archive.abandon(batch)
                     await self._discard_ready([key for key in self.ready if key[0] in batch.stored])
-                    raise error
+                    if not isinstance(error, PartsLost):
+                        raise error
+                    log.info("%s", error)
+                    continue
                 self.archive.commit(batch)
                 for replica in batch.stored.values():
                     self.ready.pop((replica.ino, replica.version), None)

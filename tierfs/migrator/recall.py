@@ -39,7 +39,7 @@ from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.beside import Describe, describer
 from tierfs.tiers.content import Content, opened
 from tierfs.tiers.copy import CHUNK, DIGEST_SIZE, tree_digest
-from tierfs.tiers.tree import TreeStore
+from tierfs.tiers.kinds import Tree
 from tierfs.types import Attributes, Replica, ReplicaState
 
 log = logging.getLogger("tierfs.recall")
@@ -56,7 +56,7 @@ class Host(Protocol):
     catalog: Catalog
     policy: Policy
     stores: dict[str, ReplicaStore]
-    tree: TreeStore
+    tree: Tree
     files: OpenFiles
     archive: Archive
     archive_name: str

@@ -34,7 +34,7 @@ from tierfs.migrator.throttle import Throttle
 from tierfs.policy.model import Policy
 from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.content import Content
-from tierfs.tiers.tree import TreeStore
+from tierfs.tiers.kinds import Tree
 from tierfs.types import OpKind, Replica, ReplicaState
 
 log = logging.getLogger("tierfs.scrub")
@@ -57,7 +57,7 @@ class Host(Protocol):
     catalog: Catalog
     policy: Policy
     stores: dict[str, ReplicaStore]
-    tree: TreeStore
+    tree: Tree
     files: OpenFiles
     archive: Archive
     archive_name: str
@@ -65,7 +65,7 @@ class Host(Protocol):
     outages: Outages
 
     def kick(self) -> None: ...
-    def target(self, tier: str) -> ReplicaStore | TreeStore: ...
+    def target(self, tier: str) -> ReplicaStore | Tree: ...
     def read_opener(self, replica: Replica) -> Callable[[], Content]: ...
 
 

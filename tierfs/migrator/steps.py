@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 
 from tierfs.catalog import PublishedName
-from tierfs.errors import ContentMissing, TierError
+from tierfs.errors import ContentMissing, PartsLost, TierError
 from tierfs.points import At, reach
-from tierfs.tiers.tree import TreeStore
+from tierfs.tiers.kinds import Tree
 from tierfs.tiers.wrap import PASSING, TRIES
 from tierfs.types import Ino, Replica, ReplicaState
 
@@ -98,7 +98,7 @@ class Step:
         """Whether the step must have a batch of its own."""
         return self.action is Action.EXCHANGE or (self.action is Action.RENAME and self.directory)
 
-    def take(self, store: TreeStore) -> bool:
+    def take(self, store: Tree) -> bool:
         """Do it, unless it was done. False when PUBLISH finds no temporary file. Blocks; raises TierError."""
         match self.action:
             case Action.MKDIR:
@@ -221,7 +221,7 @@ class Batch:
 
     # carrying out
 
-    def execute(self, store: TreeStore, alive: Callable[[], object] = lambda: None) -> None:
+    def execute(self, store: Tree, alive: Callable[[], object] = lambda: None) -> None:
         """Take the steps, with a call of ``alive`` before each, and make them durable. Blocks; TierError when the
         archive fails, ContentMissing when the
         bytes that a step would publish are not there."""
@@ -235,23 +235,25 @@ class Batch:
         _several_times(sync, sync, alive)
         reach(At.PUBLISH_DURABLE)
 
-    def _take(self, number: int, store: TreeStore, again: bool) -> None:
+    def _take(self, number: int, store: Tree, again: bool) -> None:
         step = self.steps[number]
         if not step.take(store) and not (again and self._published_before(number, store)):
             shown = b"/".join(step.path).decode(errors="replace")
+            if store.ends_with_process(step.source):
+                raise PartsLost(f"tier {store.name}: the parts of {shown} were not completed; it is sent again")
             raise ContentMissing(f"tier {store.name}: the copy of {shown} was removed; it is made again")
 
-    def _published_before(self, number: int, store: TreeStore) -> bool:
+    def _published_before(self, number: int, store: Tree) -> bool:
         """Whether the content of a PUBLISH stands where that or a later step of this batch puts it."""
-        path, size = self.steps[number].path, self.steps[number].number
-        if store.size(path) == size:
+        path, temp, size = self.steps[number].path, self.steps[number].source, self.steps[number].number
+        if store.stands(path, temp, size):
             return True
         for step in self.steps[number + 1 :]:
             if step.path == path and step.action is Action.REMOVE:
                 return True
             if step.path == path and step.action is Action.RENAME:
                 path = step.other
-                if store.size(path) == size:
+                if store.stands(path, temp, size):
                     return True
         return False
 

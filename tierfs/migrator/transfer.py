@@ -17,6 +17,10 @@ from tierfs.tiers.base import ReplicaStore
 from tierfs.tiers.beside import Describe
 from tierfs.tiers.content import Content
 from tierfs.tiers.copy import CHUNK, PipelinedCopy, Reading, copy_file, data_end, digest_file
+from tierfs.tiers.kinds import Tree
+from tierfs.tiers.object_content import ObjectTemporary, send_file
+from tierfs.tiers.object_names import Path
+from tierfs.tiers.object_tree import ObjectTree
 from tierfs.tiers.tree import TreeStore
 from tierfs.types import Replica
 
@@ -43,6 +47,8 @@ class Transfer:
     beat: Beat = field(default_factory=Beat)
     """Called by the copy's threads at each chunk."""
     reading: Reading = field(default_factory=Reading)
+    stop: Callable[[], object] | None = None
+    """Tells a copy that looks at its source while it sends; called once, from any thread."""
 
     @property
     def key(self) -> tuple[int, int, str]:
@@ -51,6 +57,9 @@ class Transfer:
     def leaves(self) -> bool:
         """Stop: whether no thread looks at the source any more, even if one hangs on its way to the target."""
         self.cancel.set()
+        stop, self.stop = self.stop, None
+        if stop is not None:
+            stop()
         return self.reading.end()
 
 
@@ -64,9 +73,10 @@ class Early:
     copy: PipelinedCopy
 
     @classmethod
-    def begin(cls, source: Replica, target: ReplicaStore | TreeStore, key: str) -> Early:
+    def begin(cls, source: Replica, target: ReplicaStore | Tree, key: str) -> Early:
         """Raises TierError."""
         temp = target.temporary(key)
+        assert isinstance(temp, TemporaryFile)
         return cls(source.key, temp, PipelinedCopy(temp, streams=STREAMS))
 
     def advance(
@@ -121,7 +131,7 @@ class Copied:
     """A complete copy that has no name yet. One for the archive is synced; a ReplicaStore does that when it publishes,
     together with what lies beside the replica."""
 
-    temp: TemporaryFile
+    temp: TemporaryFile | ObjectTemporary
     digest: bytes
     chunks: list[bytes]
     """Digests of the chunks."""
@@ -130,7 +140,7 @@ class Copied:
 def copy_to_store(
     source: Replica,
     source_store: ReplicaStore,
-    target: ReplicaStore | TreeStore,
+    target: ReplicaStore | Tree,
     key: str,
     transfer: Transfer,
     throttle: Throttle,
@@ -138,9 +148,11 @@ def copy_to_store(
     stable: bool,
     encoding: Encoding = PLAIN,
     early: Early | None = None,
+    towards: Path | None = None,
 ) -> Copied:
     """Copy ``source`` into a temporary file of ``target``, or complete what ``early`` (taken over) began. On an archive
-    with layout chunks that file is a manifest, and ``encoding`` says how chunks are stored.
+    with layout chunks that file is a manifest, and ``encoding`` says how chunks are stored. In an object store it is a
+    blob, or parts of the one that will stand at ``towards``.
 
     ``stable`` says that nobody can write to the source; otherwise it is read again after the copy and the
     copy is void (DigestMismatch) when it changed. Raises TierError, SourceChanged.
@@ -154,6 +166,8 @@ def copy_to_store(
     cancelled, turns = transfer.cancel.is_set, _turns(throttle, transfer)
     chunks: list[bytes] = []
     try:
+        if isinstance(target, ObjectTree):
+            return _send(fd, source.size, target.temporary(key, towards), transfer, turns, stable=stable)
         temp = target.temporary(key) if early is None else early.temp
         try:
             if target.chunked:
@@ -211,6 +225,37 @@ def copy_to_store(
         os.close(fd)
 
 
+def _send(
+    fd: int, size: int, temp: ObjectTemporary, transfer: Transfer, turns: Callable[[int], None], *, stable: bool
+) -> Copied:
+    """As `copy_to_store`, to an object store. Raises OSError, TierError, SourceChanged."""
+    chunks: list[bytes] = []
+    cancelled = transfer.cancel.is_set
+    try:
+        transfer.stop = temp.stop
+        digest = send_file(
+            fd,
+            temp,
+            size,
+            throttle=turns,
+            cancelled=cancelled,
+            stable=stable,
+            reading=transfer.reading,
+            digests=chunks,
+        )
+        transfer.stop = None
+        transfer.beat(size)
+        reach(At.DRAIN_COPIED)
+        reach(At.PUBLISH_READY)
+        if not stable and digest_file(fd, size, cancelled=cancelled, throttle=transfer.beat) != digest:
+            raise DigestMismatch("the file changed while it was copied")
+    except BaseException:
+        transfer.stop = None
+        temp.discard()
+        raise
+    return Copied(temp, digest, chunks)
+
+
 def discard_early(early: Early | None, _: object = None) -> None:
     """Remove a copy ahead of the close that nobody waits for any more. Blocks."""
     if early is not None:
@@ -226,6 +271,7 @@ def discard_copy(copied: Copied | None) -> None:
 def publish_copy(store: ReplicaStore, copied: Copied, key: str, describe: Describe | None = None) -> bool:
     """Make the copy the replica ``key``; it is removed when that fails. True. Raises TierError."""
     try:
+        assert isinstance(copied.temp, TemporaryFile)
         store.publish(copied.temp, key, describe, copied.digest)
     except BaseException:
         copied.temp.discard()

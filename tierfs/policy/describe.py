@@ -41,6 +41,8 @@ def check_summary(policy: Policy) -> dict[str, object]:
                 "name": tier.name,
                 "kind": tier.kind,
                 "path": None if tier.path is None else str(tier.path),
+                "url": tier.url,
+                "endpoint": tier.endpoint,
                 "size": tier.size,
                 "max": tier.hard_limit if tier.kind == "memory" and tier.path is None else None,
                 "high": tier.high,

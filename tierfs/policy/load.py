@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -38,14 +39,15 @@ MAX_TIMEOUT = 3600.0
 MIN_SCRUB = 60.0
 
 _POLICY_KEYS = ("mount", "mode", "allow_other", "state", "tiers", "rules", "limits", "scrub")
-_TIER_KEYS = ("kind", "path", "size", "max", "numa", "huge", "high", "low", "layout", "codec")
+_OBJECT_KEYS = ("url", "endpoint", "region")
+_TIER_KEYS = ("kind", "path", "size", "max", "numa", "huge", "high", "low", "layout", "codec", *_OBJECT_KEYS)
 _RULE_KEYS = ("match", "ack", "close", "fsync", "drain", "keep", "durable_within", "codec")
 _LIMIT_KEYS = (
     *("drain", "transfers", "unsynced", "stop", "read_timeout", "tier_timeout"),
     *("encode_threads", "encode_nice"),
 )
 _MODES = ("auto", "passthrough", "userspace")
-_KINDS = ("memory", "dir")
+_KINDS = ("memory", "dir", "object")
 _LAYOUTS = ("tree", "chunks")
 _CODECS = ("none", "lz4", "bitshuffle-lz4", "shuffle-zstd")
 DEFAULT_CODEC = "bitshuffle-lz4"
@@ -55,12 +57,9 @@ _HUGE = ("never", "within_size", "always", "advise")
 _KEEPS = tuple(keep.value for keep in Keep)
 _RESERVED = ("ack", "none")
 _TIER_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
-_TWO_TIERS = "list at least two tiers: one that acknowledges writes, then the archive, of kind dir"
-_OBJECT = "use kind: dir with the path of a mounted file system"
+_TWO_TIERS = "list at least two tiers: one that acknowledges writes, then the archive, of kind dir or object"
+_AN_URL = "write for example s3://bucket/prefix"
 _UNSUPPORTED_POLICY = {"policy": "remove it and write rules"}
-_UNSUPPORTED_TIER = {
-    "url": _OBJECT,
-}
 _TOP = TOP
 
 
@@ -104,7 +103,7 @@ def parse_policy(text: str, source: str, *, mountpoint: Path | None = None) -> P
         mount=mount,
         mode=cast(Mode, mode),
         allow_other=allow_other,
-        state=fields["state"].directory() if "state" in fields else _default_state(tiers),
+        state=fields["state"].directory() if "state" in fields else _default_state(root, tiers),
         tiers=tiers,
         rules=_rules(fields.get("rules"), tiers),
         limits=_limits(fields["limits"]) if "limits" in fields else Limits(),
@@ -133,6 +132,9 @@ def check_paths(policy: Policy) -> None:
     if archive.layout == "chunks" and (missing := [name for name in _EXTRAS if importlib.util.find_spec(name) is None]):
         problem = f"layout chunks needs {_listed(missing)}, which this Python does not have"
         raise refuse(f"tiers.{archive.name}.layout", problem, "pip install 'tierfs[chunks]', or use layout: tree")
+    if archive.kind == "object" and importlib.util.find_spec("obstore") is None:
+        problem = "kind object needs obstore, which this Python does not have"
+        raise refuse(f"tiers.{archive.name}.kind", problem, "pip install 'tierfs[object]', or use kind: dir")
     mount = None
     if policy.mount is not None:
         _require_directory(policy.mount, "mount", refuse)
@@ -254,6 +256,9 @@ def _tiers(at: _At) -> tuple[TierConfig, ...]:
                 raise entries[tier.name].mapping()[key].error(
                     f"{key} applies only to the archive, the last tier", f"remove it, or write it for {last}"
                 )
+        if tier.kind == "object" and index < len(tiers) - 1:
+            kind = entries[tier.name].mapping()["kind"]
+            raise kind.error("only the archive, the last tier, can be of kind object", f"move {tier.name} to the end")
         if tier.kind == "memory":
             kind = entries[tier.name].mapping()["kind"]
             if index == len(tiers) - 1:
@@ -266,12 +271,9 @@ def _tiers(at: _At) -> tuple[TierConfig, ...]:
 
 
 def _tier(name: str, at: _At) -> TierConfig:
-    raw = at.mapping()
-    if "kind" in raw and raw["kind"].is_scalar("str") and raw["kind"].node.value == "object":
-        raise raw["kind"].error("kind: object is not supported in this version", _OBJECT)
-    fields = at.mapping(_TIER_KEYS, _UNSUPPORTED_TIER)
+    fields = at.mapping(_TIER_KEYS)
     if "kind" not in fields:
-        raise at.error("kind is missing", "write kind: memory or kind: dir", key="kind")
+        raise at.error("kind is missing", "write kind: memory, kind: dir or kind: object", key="kind")
     kind = cast(TierKind, fields["kind"].choice(_KINDS))
     path = fields["path"].directory() if "path" in fields else None
     size = None
@@ -286,8 +288,9 @@ def _tier(name: str, at: _At) -> TierConfig:
         raise at.error(
             "a memory tier without a path needs a size", "write for example size: 64GiB, or give it a path", key="size"
         )
+    _check_object(at, fields, kind)
     for key in ("max", "numa", "huge"):
-        if key in fields and (kind == "dir" or path is not None):
+        if key in fields and (kind != "memory" or path is not None):
             raise fields[key].error(
                 f"{key} applies only to the tmpfs of a memory tier without a path", f"remove {key}, or remove path"
             )
@@ -317,9 +320,28 @@ def _tier(name: str, at: _At) -> TierConfig:
         numa=_numa(fields["numa"]) if "numa" in fields else (),
         huge=fields["huge"].choice(_HUGE) if "huge" in fields else "within_size",
         max=most,
+        url=fields["url"].text(_AN_URL) if "url" in fields else None,
+        endpoint=fields["endpoint"].text("write for example http://server:8333") if "endpoint" in fields else None,
+        region=fields["region"].text("write for example eu-central-1") if "region" in fields else None,
         layout=layout,
         codec=_codec(fields["codec"]) if "codec" in fields else default,
     )
+
+
+def _check_object(at: _At, fields: Mapping[str, _At], kind: TierKind) -> None:
+    if kind != "object":
+        for key in _OBJECT_KEYS:
+            if key in fields:
+                raise fields[key].error(f"{key} applies only to kind object", f"remove {key}, or write kind: object")
+        return
+    if "url" not in fields:
+        raise at.error("a tier of kind object needs a url", _AN_URL, key="url")
+    if "path" in fields:
+        raise fields["path"].error("path does not apply to kind object", "remove path")
+    if "layout" in fields and fields["layout"].is_scalar("str") and fields["layout"].node.value == "chunks":
+        raise fields["layout"].error(
+            "layout chunks is not supported in an object store in this version", "use layout: tree, or kind: dir"
+        )
 
 
 def _codec(at: _At) -> str:
@@ -351,9 +373,12 @@ def _numa(at: _At) -> tuple[int, ...]:
     return nodes
 
 
-def _default_state(tiers: tuple[TierConfig, ...]) -> Path:
+def _default_state(root: _At, tiers: tuple[TierConfig, ...]) -> Path:
     first = next(tier for tier in tiers if tier.persistent)
-    assert first.path is not None  # a dir tier has one
+    if first.path is None:
+        raise root.error(
+            "state is missing, and no tier above the archive is on a disk", "name a directory on a disk", key="state"
+        )
     return first.path / ".tierfs" / "state" if first is tiers[-1] else first.path / ".tierfs-state"
 
 

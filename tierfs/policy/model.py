@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-TierKind = Literal["memory", "dir"]
+TierKind = Literal["memory", "dir", "object"]
 Layout = Literal["tree", "chunks"]
 Mode = Literal["auto", "passthrough", "userspace"]
 
@@ -40,6 +40,11 @@ class TierConfig:
     max: int | None = None
     """Own tmpfs only: bytes up to which it may grow while open files need it; None: twice the size."""
 
+    url: str | None = None
+    """Object store only: s3://bucket/prefix, gs://…, az://…"""
+    endpoint: str | None = None
+    """Object store only: URL of a server that is not the provider's own."""
+    region: str | None = None
     layout: Layout = "tree"
     """Archive only."""
     codec: str = "none"

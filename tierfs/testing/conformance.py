@@ -434,6 +434,11 @@ class ObjectTreeContract(ArchiveContract):
         assert not tier.publish(temp, (b"after",), 0o600, 0, 0, MTIME, {})
         assert not tier.publish(temp, (b"before",), 0o600, 0, 0, MTIME, {})
         assert self.tree(tier) == {}
+        assert tier.ends_with_process(temp)
+        assert not tier.temporary("2-2", (b"after",)).direct, "the next time it waits where any name will do"
+        other = tier.temporary("3-1", (b"other",))
+        assert other.direct
+        other.discard()
 
     def test_another_version_of_the_same_size_is_not_taken_for_what_was_published(self, tier: ObjectTree) -> None:
         self.put(tier, (b"f",), b"1" * 10)

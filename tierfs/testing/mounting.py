@@ -293,7 +293,8 @@ def _policy_text(
     tiers: dict[str, object] = {"memory": {"kind": "memory", "size": memory, **most}}
     if mount.nvme is not None:
         tiers["nvme"] = {"kind": "dir", "path": str(mount.nvme)}
-    tiers["archive"] = {"kind": "dir", "path": str(mount.archive), **stored}
+    directory = {} if stored.get("kind") == "object" else {"kind": "dir", "path": str(mount.archive)}
+    tiers["archive"] = {**directory, **stored}
     policy: dict[str, object] = {"mode": mount.mode, "state": str(mount.state), "tiers": tiers}
     if os.geteuid() == 0:
         policy["allow_other"] = True

@@ -6,9 +6,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from tierfs.errors import ConfigError
-from tierfs.policy.model import Policy
+from tierfs.policy.model import Policy, TierConfig
 from tierfs.tiers.base import ReplicaStore
+from tierfs.tiers.kinds import Tree
 from tierfs.tiers.memory import MemoryMount, open_store
+from tierfs.tiers.object_tree import ObjectTree
 from tierfs.tiers.tree import TreeStore
 from tierfs.tiers.wrap import retrying
 from tierfs.types import Usage
@@ -17,12 +19,13 @@ from tierfs.types import Usage
 @dataclass
 class Tiers:
     stores: dict[str, ReplicaStore]
-    tree: TreeStore
+    tree: Tree
     mounts: list[MemoryMount]
 
     @classmethod
-    def open(cls, policy: Policy) -> Tiers:
-        """Open and prepare every tier, mounting the memory tiers that tierfs owns."""
+    def open(cls, policy: Policy, *, later: bool = False) -> Tiers:
+        """Open and prepare every tier, mounting the memory tiers that tierfs owns. With ``later`` an object store is
+        not asked yet: its driver has threads, which a process that is to be forked must not have."""
         stores: dict[str, ReplicaStore] = {}
         mounts: list[MemoryMount] = []
         for config in policy.tiers[:-1]:
@@ -31,15 +34,19 @@ class Tiers:
             stores[config.name] = retrying(store) if config.persistent else store
             if mount is not None:
                 mounts.append(mount)
-        archive = policy.tiers[-1]
-        assert archive.path is not None
-        kind = TreeStore if archive.layout == "tree" else chunked_store()
-        tree = kind(archive.name, archive.path, archive.size)
-        tree.prepare()
-        return cls(stores, tree, mounts)
+        tree = open_archive(policy.tiers[-1])
+        tiers = cls(stores, tree, mounts)
+        if not (later and isinstance(tree, ObjectTree)):
+            tiers.prepare_archive()
+        return tiers
+
+    def prepare_archive(self) -> None:
+        """Create or check the archive, if `open` left that for later. Raises TierError."""
+        if not self.tree.uuid:
+            self.tree.prepare()
 
     @property
-    def every(self) -> list[ReplicaStore | TreeStore]:
+    def every(self) -> list[ReplicaStore | Tree]:
         """Fastest first, the archive last."""
         return [*self.stores.values(), self.tree]
 
@@ -69,6 +76,30 @@ class Tiers:
         probes: dict[str, Callable[[int], Usage]] = {name: store.usage for name, store in self.stores.items()}
         probes[self.tree.name] = self.tree.usage
         return probes
+
+
+def open_archive(config: TierConfig) -> Tree:
+    """The last tier, not yet prepared. Asks nothing of it. Raises ConfigError."""
+    if config.kind == "object":
+        assert config.url is not None
+        return object_tree(
+            config.name, config.url, endpoint=config.endpoint, region=config.region, size=config.size
+        )
+    assert config.path is not None
+    kind = TreeStore if config.layout == "tree" else chunked_store()
+    return kind(config.name, config.path, config.size)
+
+
+def object_tree(
+    name: str, url: str, *, endpoint: str | None = None, region: str | None = None, size: int | None = None
+) -> ObjectTree:
+    """An archive in an object store, whose driver is imported only for it. Asks nothing of it. Raises ConfigError."""
+    try:
+        from tierfs.tiers.objects import ObjectBlobs
+    except ImportError as error:
+        raise ConfigError(f"kind object needs {error.name}; pip install 'tierfs[object]'") from error
+    blobs = ObjectBlobs.open(name, url, endpoint=endpoint, region=region, size=size)
+    return ObjectTree(blobs, url)
 
 
 def chunked_store() -> type[TreeStore]:

@@ -1,4 +1,5 @@
-"""Reading an archive with nothing but its directory: no catalog, no policy, no mount, on any machine.
+"""Reading an archive with nothing but its directory, or its place in an object store: no catalog, no policy, no mount,
+on any machine.
 
 What is restored is checked where the archive says what it was (layout chunks): a file that is not what was written is
 not put in its place, and the rest is restored nevertheless. Nothing is written to the archive.
@@ -15,8 +16,9 @@ from pathlib import Path
 
 from tierfs.durable import create_temporary
 from tierfs.errors import DigestMismatch, SourceChanged, TierError, UsageError
-from tierfs.tiers.assembly import chunked_store
+from tierfs.tiers.assembly import chunked_store, object_tree
 from tierfs.tiers.base import DIRECTORY
+from tierfs.tiers.kinds import Tree
 from tierfs.tiers.root import RESERVED, layout_of
 from tierfs.tiers.tree import TreeStore
 from tierfs.tiers.walk import Standing, standing_at, walk
@@ -26,18 +28,31 @@ Progress = Callable[[int, int, str], object]
 
 
 @contextlib.contextmanager
-def archive_at(root: Path) -> Iterator[TreeStore]:
-    """The archive in this directory, to be read. Raises UsageError, ConfigError, TierError."""
+def archive_at(where: str, endpoint: str | None = None) -> Iterator[Tree]:
+    """The archive in this directory, or in an object store by its URL, to be read. Raises UsageError, ConfigError,
+    TierError."""
+    store = _in_store(where, endpoint) if "://" in where else _in_directory(Path(where))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _in_store(url: str, endpoint: str | None) -> Tree:
+    tree = object_tree("archive", url, endpoint=endpoint)
+    if not tree.is_there():
+        raise UsageError(f"{url} is no archive of tierfs: give the url (and --endpoint) that the policy file has")
+    return tree
+
+
+def _in_directory(root: Path) -> Tree:
     layout = layout_of(root)
     if layout not in ("tree", "chunks"):
         known = "" if not layout else f" with a layout that this tierfs knows ({layout})"
         raise UsageError(f"{root} is no archive of tierfs{known}: give the path of the archive's directory")
     store = (chunked_store() if layout == "chunks" else TreeStore)("archive", Path(os.path.abspath(root)))
     store.look()
-    try:
-        yield store
-    finally:
-        store.close()
+    return store
 
 
 def names_of(path: str) -> Names:
@@ -48,7 +63,7 @@ def names_of(path: str) -> Names:
     return names
 
 
-def listing(store: TreeStore, top: Names, *, deep: bool) -> list[Standing]:
+def listing(store: Tree, top: Names, *, deep: bool) -> list[Standing]:
     """What is in a directory, with ``deep`` also in those below; or the file itself. By path. Raises UsageError."""
     found = standing_at(store, top) if top else None
     if top and found is None:
@@ -77,7 +92,7 @@ class Exported:
 class Export:
     """Restores a file, or a directory with all below it."""
 
-    def __init__(self, store: TreeStore, top: Names, target: Path, progress: Progress) -> None:
+    def __init__(self, store: Tree, top: Names, target: Path, progress: Progress) -> None:
         self._store, self._top, self._target, self._progress = store, top, target, progress
         self._linked: dict[tuple[int, int], Path] = {}
         self._root = os.geteuid() == 0

@@ -8,8 +8,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from tierfs.durable import TemporaryFile
 from tierfs.errors import SourceChanged, TierError
 from tierfs.tiers.blobs import PART, Blobs, Upload
+from tierfs.tiers.content import Content, too_short
 from tierfs.tiers.copy import CHUNK, Mapped, Reading, Throttle, chunk_digest, mapping, tree_digest
 
 STREAMS = 8
@@ -90,6 +92,10 @@ class ObjectTemporary:
             self._over = True
             upload.abort()
 
+    def stop(self) -> None:
+        """`abort` without waiting: who sends is told so, sooner or later."""
+        threading.Thread(target=self.abort, name="tierfs-abort", daemon=True).start()
+
     @property
     def is_lost(self) -> bool:
         """Whether it was discarded, or failed when it was completed."""
@@ -149,7 +155,12 @@ def send_file(
                 with whole.reading:  # until nobody looks at the part any more
                     temp.part(number, take(offset, length, whole))
 
-            _parallel(send, -(-size // part_size), streams, temp.abort)
+            try:
+                _parallel(send, -(-size // part_size), streams, temp.abort)
+            except TierError as error:
+                if cancelled is not None and cancelled():
+                    raise SourceChanged("the copy was cancelled") from error
+                raise
         temp.seal()
     if digests is not None:
         digests[:] = found
@@ -194,24 +205,37 @@ def _read(fd: int, offset: int, length: int) -> memoryview:
     return view
 
 
-class ObjectContent:
+class ObjectContent(Content):
     """A file's bytes in the store, read by ranges from several threads."""
 
     def __init__(self, blobs: Blobs, key: str, size: int) -> None:
-        self.size = size
+        self._size = size
         self._blobs = blobs
         self._key = key
 
+    @property
+    def size(self) -> int:
+        return self._size
+
     def read(self, offset: int, length: int) -> memoryview:
-        """Exactly these bytes. Raises TierError; SourceChanged when the file ends before."""
-        if offset + length > self.size:
-            raise SourceChanged(f"the file ends before byte {offset + length}")
+        if offset + length > self._size:
+            raise too_short(offset + length)
         return self._blobs.get_range(self._key, offset, length)
 
+    def copy(
+        self,
+        temp: TemporaryFile,
+        size: int,
+        *,
+        streams: int = STREAMS,
+        throttle: Throttle | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> bytes:
+        """With as many ranges at a time as parts are sent: each waits for its answer."""
+        return super().copy(temp, size, streams=max(streams, STREAMS), throttle=throttle, cancelled=cancelled)
+
     def share(self) -> ObjectContent:
-        """The same once more, to be closed by itself."""
-        return ObjectContent(self._blobs, self._key, self.size)
+        return ObjectContent(self._blobs, self._key, self._size)
 
     def close(self) -> None:
         """Nothing is open."""
-

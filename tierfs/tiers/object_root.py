@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import secrets
 import threading
 import time
@@ -26,12 +27,16 @@ from tierfs.types import Usage
 log = logging.getLogger("tierfs.archive")
 
 LOOK = 10.0
+_PARTS = b".parts"
+"""At the end of the names of temporaries that are parts of an upload to the file's own key."""
 MOST_DIRECT = 8
 """Uploads in parts that may wait for their turn at a time: each has a thread. More wait as blobs of their own."""
 
 
 class ObjectRoot:
     """Thread-safe once prepared. Methods raise TierError."""
+
+    chunked = False
 
     def __init__(self, blobs: Blobs, where: str) -> None:
         """``where``: the store's URL, for messages."""
@@ -40,8 +45,12 @@ class ObjectRoot:
         self.uuid = ""
         self._lock = threading.Lock()
         self._session = secrets.token_hex(4)
+        self._began: tuple[int, float] | None = None
+        """Process that looked at the archive first, and when: uploads from before are none of its own."""
         self._direct: dict[bytes, ObjectTemporary] = {}
         self._looked = -LOOK
+        self._strayed: set[str] = set()
+        """Inodes whose bytes were sent to a name where they were not published in the end: not again."""
 
     @property
     def name(self) -> str:
@@ -61,6 +70,12 @@ class ObjectRoot:
         self._check_same(found)
         self.uuid = found
         self._looked = time.monotonic()
+        if self._began is None or self._began[0] != os.getpid():
+            self._began = os.getpid(), self._looked
+
+    def is_there(self) -> bool:
+        """Whether this is an archive at all, whoever's it is and whatever its tier is called."""
+        return self.blobs.head(MARKER) is not None
 
     def _marker(self) -> str | None:
         """The uuid; None when there is none."""
@@ -79,9 +94,8 @@ class ObjectRoot:
             raise TierError(f"tier {self.name}: another archive lies at {self.root} now")
 
     def attach(self) -> None:
-        """Make sure that this archive is still there, unless that was seen a moment ago."""
-        if not self.uuid:
-            raise TierError(f"tier {self.name}: not prepared", errno=errno.EBADF)
+        """Make sure that this archive is still there, unless that was seen a moment ago. Where nobody called `prepare`,
+        because the store may be away when a daemon is started again, this takes its place, but makes nothing."""
         if time.monotonic() - self._looked < LOOK:
             return
         found = self._marker()
@@ -89,7 +103,10 @@ class ObjectRoot:
             message = f"tier {self.name}: {self.root} has no marker of tierfs any more; was the bucket emptied?"
             raise TierError(message, errno=errno.ENOENT)
         self._check_same(found)
+        self.uuid = found
         self._looked = time.monotonic()
+        if self._began is None or self._began[0] != os.getpid():
+            self._began = os.getpid(), self._looked
 
     def probe(self) -> None:
         """Write, read, list and remove a blob."""
@@ -118,7 +135,7 @@ class ObjectRoot:
     def check_catalog(self, catalog: str, *, claim: bool, known: bool = False) -> None:
         """See `tierfs.tiers.base.check_owner`."""
         owner = self.owner()
-        why = catalog_refusal(self.root, OWNER, owner, catalog, known=known)
+        why = catalog_refusal(self.name, self.root, OWNER, owner, catalog, known=known)
         if why is not None:
             raise refusal(self.name, why)
         if owner is None and claim:
@@ -154,21 +171,32 @@ class ObjectRoot:
         """Bytes to send, then to ``publish`` by their name. With ``path``, where the file will most likely be
         published, a large one is sent to its own key."""
         self.attach()
-        name = f"{self._session}.{key}.{secrets.token_hex(8)}".encode()
+        name = self.prefix() + f"{key}.{secrets.token_hex(8)}".encode()
         with self._lock:
-            if path is not None and len(self._direct) < MOST_DIRECT:
+            if path is not None and len(self._direct) < MOST_DIRECT and _inode(name) not in self._strayed:
+                name += _PARTS
                 made = ObjectTemporary(self.blobs, name, content_key(path), direct=True, forget=self._drop)
                 self._direct[name] = made
                 return made
         return ObjectTemporary(self.blobs, name, temporary_key(name))
+
+    def ends_with_process(self, temp: bytes) -> bool:
+        """Whether what waits as ``temp`` is lost when its process ends."""
+        return temp.endswith(_PARTS)
+
+    def astray(self, temp: bytes) -> None:
+        """What was sent to its own name is not published there after all."""
+        with self._lock:
+            self._strayed.add(_inode(temp))
+        self.discard(temp)
 
     def _drop(self, temp: bytes) -> ObjectTemporary | None:
         with self._lock:
             return self._direct.pop(temp, None)
 
     def prefix(self) -> bytes:
-        """Begins the name of every temporary of this process."""
-        return f"{self._session}.".encode()
+        """Begins the name of every temporary of this process, which may be one of several forks."""
+        return f"{self._session}-{os.getpid():x}.".encode()
 
     def discard(self, temp: bytes) -> None:
         """Give up what waits under this name; none is fine."""
@@ -188,7 +216,16 @@ class ObjectRoot:
             names = ((blob.key, blob.key[len(prefix) :]) for blob in self.blobs.scan(prefix))
             left += [key for key, name in names if name not in kept and not name.startswith(own)]
         self.blobs.delete(left)
-        self.blobs.abort_stale(24 * 3600)
+        if self._began is not None:
+            try:
+                self.blobs.abort_stale(time.monotonic() - self._began[1])
+            except TierError as error:  # such as no permission to list them
+                log.info("%s; let a rule of the bucket remove the parts of uploads that were cut short", error)
+
+
+def _inode(temp: bytes) -> str:
+    """Of the replica key in a temporary name."""
+    return temp.decode("latin-1").split(".")[1].partition("-")[0]
 
 
 def temporary_key(temp: bytes) -> str:

@@ -16,6 +16,7 @@ One process writes, one batch at a time (migrator.archive); others may read mean
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -28,7 +29,7 @@ from dataclasses import dataclass, replace
 from tierfs.errors import NoSuchBlob, TierError
 from tierfs.points import At, reach
 from tierfs.tiers.base import refusal
-from tierfs.tiers.blobs import Blob, unescape
+from tierfs.tiers.blobs import Blob, Blobs, unescape
 from tierfs.tiers.object_content import ObjectContent
 from tierfs.tiers.object_names import (
     JOURNALS,
@@ -59,6 +60,10 @@ _FIRST, _SECOND, _THIRD, _DONE = b"1", b"2", b"3", b"4"
 """What the journal of an exchange says: which of its three moves is to be taken."""
 
 
+Standing = tuple[Path, os.stat_result, bytes | None, dict[bytes, bytes]]
+"""(path, status, target of a symlink, xattrs)"""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What stands at a name."""
@@ -72,6 +77,10 @@ class Found:
 
 class ObjectTree(ObjectRoot):
     """See `TreeStore`. Thread-safe for different paths. Methods raise TierError."""
+
+    def __init__(self, blobs: Blobs, where: str) -> None:
+        super().__init__(blobs, where)
+        self._alive: Callable[[], object] = _nothing
 
     # looking
 
@@ -266,6 +275,7 @@ class ObjectTree(ObjectRoot):
             self._move_file(source, target, found)
 
     def _move_file(self, source: Path, target: Path, found: Found) -> None:
+        self._alive()
         self._make_parents(found.record.at(target))
         if found.record.is_regular:
             self._copy(source, target)
@@ -367,6 +377,22 @@ class ObjectTree(ObjectRoot):
 
     # content and attributes
 
+    def changing(self, alive: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+        """To be held while files are moved or removed. ``alive`` is called at each of them: a directory has many."""
+        return self._telling(alive)
+
+    @contextlib.contextmanager
+    def _telling(self, alive: Callable[[], object]) -> Iterator[None]:
+        self._alive = alive
+        try:
+            yield
+        finally:
+            self._alive = _nothing
+
+    def lacks(self, path: Path) -> str | None:
+        """What is missing of what the regular file there stands for: nothing, it is all in its blob."""
+        return None
+
     def content(self, path: Path) -> ObjectContent:
         """The bytes of a regular file."""
         found = self._find(path)
@@ -421,7 +447,7 @@ class ObjectTree(ObjectRoot):
             except NoSuchBlob:
                 return False
         elif direct.key != content_key(path) or direct.is_lost:
-            self.discard(temp)
+            self.astray(temp)
             return False
         else:
             direct.complete()
@@ -476,20 +502,29 @@ class ObjectTree(ObjectRoot):
 
     # everything
 
-    def everything(self) -> Iterator[tuple[Path, os.stat_result, bytes | None, dict[bytes, bytes]]]:
-        """(path, status, target of a symlink, xattrs) of all that stands here, each directory before what is in it."""
-        todo: list[Path] = [()]
+    def standing(self, path: Path) -> Standing | None:
+        """What is there; None when nothing is."""
+        found = self._find(path)
+        if found is None:
+            return None
+        record = self._attributes(found.record)
+        return path, _status(record, found.blob), record.target, dict(record.xattrs)
+
+    def everything(self, top: Path = ()) -> Iterator[Standing]:
+        """(path, status, target of a symlink, xattrs) of all below ``top``, each directory before what is in it."""
+        todo: list[Path] = [top]
         while todo:
             directory = todo.pop()
             for name in self._in(directory):
-                path = (*directory, name)
-                found = self._find(path)
-                if found is None:
-                    continue
-                record = self._attributes(found.record)
-                yield path, _status(record, found.blob), record.target, dict(record.xattrs)
-                if record.is_directory:
-                    todo.append(path)
+                found = self.standing((*directory, name))
+                if found is not None:
+                    yield found
+                    if stat.S_ISDIR(found[1].st_mode):
+                        todo.append(found[0])
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 def _status(record: Record, blob: Blob | None) -> os.stat_result:

@@ -371,6 +371,10 @@ class TreeStore(ArchiveRoot):
         """Whether what waited as ``temp`` may be the file there: here only its size tells."""
         return self.size(path) == size
 
+    def ends_with_process(self, temp: bytes) -> bool:
+        """Whether what waits as ``temp`` is lost when its process ends."""
+        return False
+
     def status(self, path: Path) -> os.stat_result | None:
         """lstat of what is there, with the size of the file that it stands for; None when nothing is."""
         with self._existing("look at", path) as found:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tierfs.tiers.base import failing_as
+from tierfs.tiers.kinds import Tree
 from tierfs.tiers.object_tree import ObjectTree
 from tierfs.tiers.root import RESERVED
 from tierfs.tiers.tree import TreeStore
@@ -28,11 +29,11 @@ class Standing:
     """Those of users, as far as they can be read."""
 
 
-def walk(tree: TreeStore | ObjectTree, top: Path = ()) -> Iterator[Standing]:
+def walk(tree: Tree, top: Path = ()) -> Iterator[Standing]:
     """What is below ``top``, each directory before what is in it. Follows no symlink and stays on the archive's
     filesystem. Raises TierError."""
     if isinstance(tree, ObjectTree):
-        for found in tree.everything():
+        for found in tree.everything(top):
             yield Standing(*found)
         return
     with failing_as(tree.name, f"read {tree.root}"):
@@ -51,8 +52,11 @@ def walk(tree: TreeStore | ObjectTree, top: Path = ()) -> Iterator[Standing]:
                             todo.append(standing.path)
 
 
-def standing_at(tree: TreeStore, path: Path) -> Standing | None:
+def standing_at(tree: Tree, path: Path) -> Standing | None:
     """What stands at a path, which is not the root. Raises TierError."""
+    if isinstance(tree, ObjectTree):
+        there = tree.standing(path)
+        return None if there is None else Standing(*there)
     with failing_as(tree.name, f"read {tree.root}"):
         try:
             with tree.directory(path[:-1]) as fd:
