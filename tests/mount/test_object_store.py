@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -262,3 +263,50 @@ def test_a_server_that_errs_delays_and_spoils_costs_time_and_no_byte(
         assert len(got) >= 3
         mnt.cli("scrub", mnt.path, "--tier", "archive", check=False)
         assert files(mnt) == want
+
+
+def test_no_operation_waits_for_a_server_that_does_not_answer(
+    stored: Stored, bucket: ObjectBlobs, server: Server
+) -> None:
+    sending = threading.Event()
+    hangs = threading.Event()
+    hangs.set()
+    with between(server) as proxy:
+
+        def fault(asked: Asked) -> Reply | None:
+            if asked.is_part and hangs.is_set():
+                sending.set()
+                proxy.closing.wait(60)
+                raise ConnectionResetError
+            return None
+
+        proxy.fault = fault
+        with stored(endpoint=proxy.endpoint, nvme=None, allow_log=["tier archive"]) as mnt:
+            path = mnt.path / "model.pt"
+            path.write_bytes(random.Random(5).randbytes(40 << 20))
+            assert sending.wait(60)
+            began = time.monotonic()
+            path.write_bytes(b"another")  # cuts off what is being sent from where it is mapped
+            assert path.read_bytes() == b"another"
+            (mnt.path / "new").write_bytes(b"new")
+            path.rename(mnt.path / "renamed")
+            assert time.monotonic() - began < 10
+            hangs.clear()
+            proxy.closing.set()
+            mnt.flush(timeout=120)
+            assert objects(bucket) == {"renamed": b"another", "new": b"new"}
+
+
+def test_a_daemon_starts_again_while_the_server_is_away(stored: Stored, bucket: ObjectBlobs, server: Server) -> None:
+    noise = ["tier archive", "ended with code", "daemon .* died", "was killed"]
+    data = {name: random.Random(name).randbytes(20 << 20) for name in ("a", "b")}
+    with stored(nvme=None, allow_log=noise) as mnt:
+        (mnt.path / "a").write_bytes(data["a"])
+        mnt.flush()
+        server.kill()
+        mnt.kill_daemon()
+        (mnt.path / "b").write_bytes(data["b"])
+        assert files(mnt) == data
+        server.start()
+        mnt.flush(timeout=150)
+        assert objects(bucket) == data
