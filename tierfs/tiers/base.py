@@ -12,7 +12,7 @@ import stat
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,8 @@ OWNER = b"tierfs-owner"
 FORMAT = 1
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
+_OF_FILESYSTEMS = ("lost+found", ".snapshot", ".snapshots")
+"""What a filesystem has in its root without anybody's doing."""
 _HEX = "(?:[0-7][0-9a-f]{15}|[0-9a-f]{1,15})"
 _KEY = re.compile(f"{_HEX}-{_HEX}")
 """Two numbers that the catalog can hold. Whatever else stands in a tier's directories is none of tierfs's."""
@@ -137,6 +139,19 @@ def catalog_refusal(
             f"remove {where}/{file} to give those files up"
         )
     return None
+
+
+def refuse_strangers(tier: str, where: Path | str, names: Iterable[str]) -> None:
+    """Refuse an archive that has files already of which nobody told tierfs: the mount would not show them, and write
+    over them. Raises TierError."""
+    found = min((name for name in names if name not in _OF_FILESYSTEMS and not name.startswith(".Trash-")), default="")
+    if found:
+        raise refusal(
+            tier,
+            f"{where} is not empty (it has {found!r}): the mount would not show what is there, and write over it; give "
+            "the archive an empty place, or make these the files of the mount with `tierfs fsck --rebuild CONFIG` and a "
+            "new state directory",
+        )
 
 
 def read_owner(dir_fd: int) -> str | None:

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Collection
 
 from tierfs.errors import NoSuchBlob, TierError
-from tierfs.tiers.base import catalog_refusal, parse_marker, refusal
+from tierfs.tiers.base import catalog_refusal, parse_marker, refusal, refuse_strangers
 from tierfs.tiers.blobs import Blobs
 from tierfs.tiers.object_content import ObjectTemporary
 from tierfs.tiers.object_names import CATALOG, FORMAT, JOURNALS, MARKER, OWNER, TEMPORARY, Path, content_key
@@ -131,6 +131,11 @@ class ObjectRoot:
         """The catalog that knows what is here; None when none claimed it."""
         raw = self.read(OWNER)
         return None if raw is None else raw.decode(errors="replace").strip()
+
+    def refuse_strangers(self) -> None:
+        """See `tierfs.tiers.base.refuse_strangers`."""
+        children = self.blobs.children()
+        refuse_strangers(self.name, self.root, [*children.prefixes, *(blob.key for blob in children.blobs)])
 
     def check_catalog(self, catalog: str, *, claim: bool, known: bool = False) -> None:
         """See `tierfs.tiers.base.check_owner`."""

@@ -31,6 +31,7 @@ from tierfs.tiers.base import (
     open_directory,
     read_owner,
     refusal,
+    refuse_strangers,
     same_file,
     usage_of,
     write_and_remove,
@@ -41,8 +42,6 @@ from tierfs.types import Usage
 log = logging.getLogger("tierfs.archive")
 
 RESERVED = b".tierfs"
-_OF_FILESYSTEMS = ("lost+found", ".snapshot", ".snapshots")
-"""What a filesystem has in its root without anybody's doing."""
 LAYOUT = b"tierfs-layout"
 """In the private directory of an archive with layout chunks; one without it has layout tree."""
 ASIDE = b"aside."
@@ -160,18 +159,10 @@ class ArchiveRoot:
                 os.close(own)
 
     def refuse_strangers(self) -> None:
-        """Refuse a directory that has files already, of which nobody told tierfs: the mount would not show them, and
-        write over them. Raises TierError."""
+        """See `tierfs.tiers.base.refuse_strangers`."""
         with failing_as(self.name, f"look at {self.root}"), self.use() as held:
-            found = sorted(name for name in os.listdir(held.root) if name != os.fsdecode(RESERVED))
-        found = [name for name in found if name not in _OF_FILESYSTEMS and not name.startswith(".Trash-")]
-        if found:
-            raise refusal(
-                self.name,
-                f"{self.root} is not empty (it has {found[0]!r}): the mount would not show what is there, and write "
-                "over it; give the archive an empty directory, or make these the files of the mount with "
-                "`tierfs fsck --rebuild CONFIG` and a new state directory",
-            )
+            names = os.listdir(held.root)
+        refuse_strangers(self.name, self.root, (name for name in names if name != os.fsdecode(RESERVED)))
 
     def position(self) -> Position:
         """How far the log of batches here is: `tierfs.tiers.reached`. Raises TierError."""
