@@ -149,8 +149,8 @@ def refuse_strangers(tier: str, where: Path | str, names: Iterable[str]) -> None
         raise refusal(
             tier,
             f"{where} is not empty (it has {found!r}): the mount would not show what is there, and write over it; give "
-            "the archive an empty place, or make these the files of the mount with `tierfs fsck --rebuild CONFIG` and a "
-            "new state directory",
+            "the archive an empty place, or make these the files of the mount with `tierfs fsck --rebuild CONFIG` and "
+            "a new state directory",
         )
 
 
