@@ -14,7 +14,9 @@ import json
 import os
 import random
 import shutil
+import stat
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -28,6 +30,9 @@ from tests.fault.history import Content, History, content_id, content_of
 from tests.mount.conftest import make_base, need_mode
 from tierfs.control.client import call, find_mount
 from tierfs.testing.mounting import is_mounted, run_cli
+from tierfs.tiers.copy import CHUNK
+from tierfs.tiers.export import archive_at
+from tierfs.tiers.walk import walk
 
 CUTS, MANY_CUTS = 25, 100
 """For each kind of disk."""
@@ -62,7 +67,7 @@ def clone(source: Path, target: Path) -> None:
         fcntl.ioctl(new, FICLONE, old.fileno())
 
 
-def policy_file(disk: Path, base: Path, name: str, mode: str) -> Path:
+def policy_file(disk: Path, base: Path, name: str, mode: str, layout: str) -> Path:
     for directory in ("nvme", "archive"):
         (disk / directory).mkdir(exist_ok=True)
     path = base / f"{name}.yaml"
@@ -72,7 +77,7 @@ def policy_file(disk: Path, base: Path, name: str, mode: str) -> Path:
         "tiers": {
             "memory": {"kind": "memory", "size": "64MiB"},
             "nvme": {"kind": "dir", "path": str(disk / "nvme")},
-            "archive": {"kind": "dir", "path": str(disk / "archive")},
+            "archive": {"kind": "dir", "path": str(disk / "archive"), "layout": layout},
         },
     }
     path.write_text(yaml.safe_dump(policy, sort_keys=False))
@@ -95,6 +100,21 @@ def read_tree(top: Path, lost: set[str] | None = None) -> dict[str, Content | No
                 if lost is None or error.errno != errno.EIO:
                     raise
                 lost.add(shown)
+    return tree
+
+
+def read_archive(top: Path) -> dict[str, Content | None]:
+    """The same of an archive, read without a mount."""
+    tree: dict[str, Content | None] = {}
+    with archive_at(top) as store:
+        for standing in walk(store):
+            if stat.S_ISREG(standing.status.st_mode):
+                content = store.content(standing.path)
+                size = content.size
+                data = b"".join(bytes(content.read(at, min(CHUNK, size - at))) for at in range(0, size, CHUNK))
+                assert content.written in (None, content.digest(size))
+                tree[os.fsdecode(b"/".join(standing.path))] = content_id(data)
+                content.close()
     return tree
 
 
@@ -179,9 +199,9 @@ class Workload(threading.Thread):
 
 
 @contextlib.contextmanager
-def recovered(disk: Path, base: Path) -> Iterator[Path]:
+def recovered(disk: Path, base: Path, layout: str) -> Iterator[Path]:
     """The tree of a disk after the cut, mounted anew; ended without ceremony, since the disk is thrown away."""
-    config = policy_file(disk, base, "cut", "userspace")
+    config = policy_file(disk, base, "cut", "userspace", layout)
     mountpoint = base / "cut-mnt"
     mountpoint.mkdir(exist_ok=True)
     process, answer = cut_mount.start(config, mountpoint, base / "cut.log")
@@ -196,11 +216,23 @@ def recovered(disk: Path, base: Path) -> Iterator[Path]:
                 run("umount", "-l", path)
 
 
+def collect(config: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tierfs", "gc", str(config)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", DISKS)
 def test_every_cut_leaves_what_may_be_left(kind: str) -> None:
     cut_power(kind, CUTS, seed=20261130)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_cut_leaves_what_may_be_left_of_an_archive_of_chunks() -> None:
+    """Also while its garbage is collected."""
+    cut_power("ext4", CUTS, seed=20261130, layout="chunks")
 
 
 @pytest.mark.nightly
@@ -210,7 +242,7 @@ def test_two_hundred_cuts_leave_what_may_be_left(kind: str) -> None:
     cut_power(kind, MANY_CUTS, seed=int.from_bytes(os.urandom(4), "little"))
 
 
-def cut_power(kind: str, cuts: int, seed: int) -> None:
+def cut_power(kind: str, cuts: int, seed: int, layout: str = "tree") -> None:
     need_mode("passthrough")
     if not (shutil.which("mkfs.xfs") and shutil.which(f"mkfs.{kind}")):
         pytest.skip("needs xfsprogs and e2fsprogs")
@@ -224,12 +256,13 @@ def cut_power(kind: str, cuts: int, seed: int) -> None:
             image(base / "ground.img", "xfs", base / "ground", 3 << 30),
             image(base / "ground" / "disk.img", kind, disk, DISKS[kind]),
         ):
-            config = policy_file(disk, base, "live", "passthrough")
+            config = policy_file(disk, base, "live", "passthrough", layout)
             assert run_cli("mount", config, mnt).code == 0
             workload = Workload(mnt, seed)
             workload.start()
             try:
                 for number in range(cuts):
+                    collecting = collect(config) if layout == "chunks" and number % 2 else None
                     time.sleep(choose.uniform(0.0, 0.15))
                     with workload.lock:
                         promised = workload.history.copy()
@@ -237,10 +270,11 @@ def cut_power(kind: str, cuts: int, seed: int) -> None:
                     with workload.lock:
                         history = workload.history.copy()
                     history.keep_promises(promised)
+                    assert collecting is None or collecting.wait(60) == 0
                     with image(base / "ground" / "cut.img", kind, copy):
-                        faults = history.faults(read_tree(copy / "archive"), archive=True)
+                        faults = history.faults(read_archive(copy / "archive"), archive=True)
                         assert not faults, f"cut {number}, archive: {faults}"
-                        with recovered(copy, base) as tree:
+                        with recovered(copy, base, layout) as tree:
                             lost: set[str] = set()
                             faults = history.faults(read_tree(tree, lost))
                             assert not faults, f"cut {number}: {faults}\n{(base / 'cut.log').read_text()[-2000:]}"

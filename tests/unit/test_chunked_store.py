@@ -127,6 +127,7 @@ def test_what_is_stored_comes_back_bit_for_bit(
     assert store.size((b"d", b"f")) == len(data)
     status = store.status((b"d", b"f"))
     assert status is not None
+    assert status.st_blocks == -(-len(data) // 512)
     assert (status.st_size, status.st_mtime_ns, status.st_mode & 0o777) == (len(data), MTIME, 0o640)
     content = store.content((b"d", b"f"))
     assert content.digest(len(data)) == content.written == digest

@@ -157,13 +157,12 @@ class ChunkedStore(TreeStore):
 
     @contextlib.contextmanager
     def changing(self, alive: Callable[[], object]) -> Iterator[None]:
-        with failing_as(self.name, "lock"), self.use() as held:
-            own = open_directory(RESERVED, held.root, create=False)
-            try:
-                with among_others(self.name, own, alive):
-                    yield
-            finally:
-                os.close(own)
+        with contextlib.ExitStack() as stack:
+            with failing_as(self.name, "lock"):
+                own = open_directory(RESERVED, stack.enter_context(self.use()).root, create=False)
+                stack.callback(os.close, own)
+                stack.enter_context(among_others(self.name, own, alive))
+            yield
 
     @contextlib.contextmanager
     def pool(self, *, write: bool = False) -> Iterator[ChunkPool]:
@@ -358,6 +357,7 @@ def _with_size(status: os.stat_result, size: int) -> os.stat_result:
     values = list(status)
     values[_SIZE] = size
     rest = {name: getattr(status, name) for name in dir(status) if name.startswith("st_") and name not in _FIRST}
+    rest["st_blocks"] = -(-size // 512)
     return os.stat_result(values, rest)
 
 

@@ -24,8 +24,8 @@ _NONE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """What a filesystem without locks says."""
 
 
-PATIENCE = 60.0
-"""Seconds that a copy waits for a collector: it needs a moment, or it hangs."""
+PATIENCE = 900.0
+"""Seconds that a copy waits for a collector, which may wait for another copy: more, and it hangs."""
 
 
 @contextlib.contextmanager
