@@ -43,20 +43,23 @@ def training(what: str, top: Path, steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_a_training_run_on_faulty_tiers_ends_without_an_error(mounter: Mounter, mode: str, switches: Switches) -> None:
+@pytest.mark.parametrize(("mode", "layout"), [*((mode, "tree") for mode in MODES), ("passthrough", "chunks")])
+def test_a_training_run_on_faulty_tiers_ends_without_an_error(
+    mounter: Mounter, mode: str, layout: str, switches: Switches, tmp_path: Path
+) -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch")
     steps = 12
     rules = [{"match": "**/train.log", "ack": "nvme"}, {"match": "**/model.pt", "fsync": "nvme"}, {"match": "**"}]
-    with mount(mounter, mode, switches, rules=rules) as mnt:
+    with mount(mounter, mode, switches, rules=rules, stored={"layout": layout}) as mnt:
         switches.errors(0.1, "nvme", "archive")
         top = mnt.path / "run"
         top.mkdir()
         training("train", top, steps)
         mnt.flush(timeout=100)
-        training("check", mnt.archive / "run", steps)
         switches.repair()
+        mnt.cli("export", mnt.archive, "run", tmp_path / "run")
+        training("check", tmp_path / "run", steps)
         names = [top / "step-12" / "model.pt", top / "step-11" / "model.pt"]
         for tier in ("memory", "nvme"):
             mnt.evict(*names, tier=tier)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -332,3 +334,14 @@ def test_files_that_share_their_bytes_do_not_fill_the_archive(store: ChunkedStor
     usage = store.usage(1 << 60)
     assert usage.used < usage.capacity
     assert usage.available > 0
+
+
+def test_what_layout_chunks_needs_starts_no_thread() -> None:
+    """The keeper has it loaded, and forks."""
+    code = (
+        "import os; from tierfs.tiers.assembly import chunked_store; chunked_store();"
+        "print(len(os.listdir('/proc/self/task')))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == "1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -104,6 +105,8 @@ def object_tree(
 
 def chunked_store() -> type[TreeStore]:
     """The class of archives with layout chunks: imported only for them. Raises ConfigError."""
+    # numpy's BLAS, of which nothing is used, would start threads: in a keeper, which forks.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         from tierfs.tiers.chunked import ChunkedStore
     except ImportError as error:
