@@ -268,10 +268,11 @@ def demo(base: Path, saves: int, width: int) -> str:
 
 def compared(ratio: float) -> str:
     """``ratio``: stall of a save straight to disk by that of one through the mount."""
-    if ratio >= 1:
+    if ratio >= 1.1:
         return f"stall {ratio:.1f}x shorter"
+    took = f"{1 / ratio:.1f}x" if ratio <= 0.9 else "about"
     return (
-        f"but the saves took {1 / ratio:.1f}x as long as straight to disk: others use this machine, or its memory is "
+        f"but the saves took {took} as long as straight to disk: others use this machine, or its memory is "
         "given by the host page by page (policy `huge: never` helps there)"
     )
 

@@ -178,7 +178,7 @@ def _paths(help: str) -> Callable[[Callable[..., None]], click.Command]:
 
 
 @_paths(
-    """Copy files up to the fastest tiers ahead of need; directories with all that is in them.
+    """Bring files that are on the archive only up to the fast tiers, ahead of need; directories with all in them.
 
     \b
     Example:
@@ -247,7 +247,7 @@ pause = _switch(
     "pause",
     "drains are paused; fsync() and close() that wait for a tier wait for `tierfs resume`",
     "Stop draining until `tierfs resume` or a restart of the daemon; files are still read and written. An fsync() or"
-    " close() that waits for a tier, by its rule, then waits for the resume, and cannot be killed.",
+    " close() that waits for a tier, by its rule, then waits for the resume; a signal that ends the program ends that, too.",
 )
 resume = _switch("resume", "drains go on", "Go on draining after `tierfs pause`.")
 
