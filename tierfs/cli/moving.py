@@ -247,7 +247,7 @@ pause = _switch(
     "pause",
     "drains are paused; fsync() and close() that wait for a tier wait for `tierfs resume`",
     "Stop draining until `tierfs resume` or a restart of the daemon; files are still read and written. An fsync() or"
-    " close() that waits for a tier, by its rule, then waits for the resume; a signal that ends the program ends that, too.",
+    " close() that waits for a tier, by its rule, then waits for the resume; ending the program ends that, too.",
 )
 resume = _switch("resume", "drains go on", "Go on draining after `tierfs pause`.")
 
