@@ -249,11 +249,10 @@ class Mounted(World):
         replicas = [r for r in catalog.replicas(attributes.ino) if r.version == attributes.version]
         found = {}
         for replica in replicas:
-            found = open_replica(catalog, stores, self.parts.tree, replica)
-            assert isinstance(found, FileContent)
-            fd = found.fd
-            found[replica.tier] = os.pread(fd, 1 << 20, 0)
-            os.close(fd)
+            source = open_replica(catalog, stores, self.parts.tree, replica)
+            assert isinstance(source, FileContent)
+            found[replica.tier] = os.pread(source.fd, 1 << 20, 0)
+            os.close(source.fd)
         assert len(set(found.values())) <= 1, f"{attributes.ino}: tiers differ: {found}"
         return next(iter(found.values()), None)
 

@@ -131,6 +131,7 @@ def test_explain() -> None:
         "close": "ack",
         "fsync": "nvme",
         "drain": "archive",
+        "codec": None,
         "durable_within": None,
         "keep": {"memory": "none", "nvme": "watermark", "archive": "all"},
         "memory_tiers": ["memory"],
@@ -150,6 +151,8 @@ def test_check_summary() -> None:
         "stop": None,
         "read_timeout": 30.0,
         "tier_timeout": 60.0,
+        "encode_threads": 3,
+        "encode_nice": 0,
     }
     assert summary["rules"][-1]["match"] == ["**"]
     assert summary["unreachable_rules"] == []
