@@ -106,7 +106,7 @@ def read_tree(top: Path, lost: set[str] | None = None) -> dict[str, Content | No
 def read_archive(top: Path) -> dict[str, Content | None]:
     """The same of an archive, read without a mount."""
     tree: dict[str, Content | None] = {}
-    with archive_at(top) as store:
+    with archive_at(str(top)) as store:
         for standing in walk(store):
             if stat.S_ISREG(standing.status.st_mode):
                 content = store.content(standing.path)
